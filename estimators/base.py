@@ -1,4 +1,4 @@
-"""Estimators: how long a node takes, which source says so, and in which order sources are asked."""
+"""Estimators: the interface of a source of node times, and the chain that asks several sources in order."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Estimator(Protocol):
 
     @property
     def name(self) -> str:
-        """The source that reports name."""
+        """The name of the source, as reports show it."""
         ...
 
     def estimate(self, node: Node) -> Estimate | None:
-        """None for a node that it does not know: the chain then asks the next. Zero is for nodes that cost nothing."""
+        """Return None for a node that this estimator does not know, so that the next one is asked. 0 means no cost."""
         ...
 
 
 @dataclass(frozen=True)
 class FirstKnown:
-    """Asks each estimator in turn and takes the first answer."""
+    """A chain of estimators that returns the first estimate which is not None."""
 
     estimators: Sequence[Estimator]
     name: str = "chain"
@@ -43,7 +43,7 @@ class FirstKnown:
 
 
 def estimate_schedule(schedule: Schedule, estimator: Estimator) -> Schedule:
-    """`schedule` with an estimate by `estimator` for each node that has none; None where `estimator` knows none."""
+    """Return `schedule` with estimates by `estimator` for the nodes without one; unknown nodes keep None."""
     return schedule.with_estimates(
         {node.name: estimator.estimate(node) for node in schedule.nodes if node.estimate is None}
     )

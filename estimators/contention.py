@@ -1,14 +1,14 @@
-"""How much compute and collectives that run at the same time slow each other.
+"""Contention: how much overlapping compute and collectives slow each other down.
 
-Three effects, each with its numbers in the device profile:
+There are three effects, each with its numbers in the device profile:
 
-- A collective holds multiprocessors. A matmul hands out its tiles in waves, one a multiprocessor; with fewer of them it
-  needs more waves. One that just fills the device takes twice as long beside the smallest collective, a large one as
-  much longer as there are fewer multiprocessors. In between the library's own ways to place tiles decide, so the
-  slowdown is measured for matmuls of several numbers of waves.
-- A collective takes memory bandwidth from kernels that need it, and they from it: factors. What small kernels read is
-  in the cache, which collectives sweep: they are slowed more.
-- Collectives of different process groups that cross the same links share them.
+- A collective occupies multiprocessors. A matmul runs its tiles in waves, one tile per multiprocessor, and with fewer
+  multiprocessors it needs more waves. A matmul that just fills the device takes twice as long beside the smallest
+  collective; a large one is slowed in proportion to the lost multiprocessors. In between, the slowdown depends on how
+  the library places tiles, so it is measured for matmuls of several numbers of waves.
+- A collective and a memory-bound kernel take memory bandwidth from each other: both have a slowdown factor. Small
+  kernels are slowed more, because they read from the cache, and collectives evict its contents.
+- Collectives of different process groups that cross the same links share the links' bandwidth.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from overlapc.estimators.links import crossed
 from overlapc.schedule.model import Kind, Node
 
 _TILE = 256 * 128  # results of one tile; cuBLAS took 256x128 or 320x128 for every matmul of a Llama-8B step on H200s
-_SMALLEST_TILE = 128 * 64  # of matmuls whose results make too few of those to fill the device
-_ITEMSIZE = {"float32": 4, "fp32": 4, "float64": 8, "fp64": 8}  # others of a matmul's dtypes have 2 bytes
+_SMALLEST_TILE = 128 * 64  # tile of matmuls whose results are too small to fill the device with the tiles above
+_ITEMSIZE = {"float32": 4, "fp32": 4, "float64": 8, "fp64": 8}  # a matmul's other dtypes have 2 bytes
 
 
 class ComputeKind(Enum):
-    """Kinds of compute that contention treats differently."""
+    """Kinds of compute with different contention."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -37,26 +37,26 @@ class ComputeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """The facts of a compute node that decide contention. results: elements that a matmul writes; 0 if unknown."""
+    """The properties of a compute node that determine contention."""
 
     kind: ComputeKind
-    results: int = 0
+    results: int = 0  # elements that a matmul writes; 0: unknown
     bytes: int = 0  # read and written
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The facts of a collective that decide contention. demand: the share of link bandwidth that it takes alone."""
+    """The properties of a collective that determine contention."""
 
     slowdown: Slowdown
     link: str
-    demand: float
+    demand: float  # fraction of the link's bandwidth that the collective uses when it runs alone
 
 
 def contender_of(node: Node) -> Contender:
-    """The `Contender` of a node (KERNEL or EXTERN)."""
+    """Return the `Contender` of a KERNEL or EXTERN node."""
     work = node.work
-    loops = node.kind is Kind.KERNEL and node.op == "kernel"  # other kernels are products and attention
+    loops = node.kind is Kind.KERNEL and node.op == "kernel"  # the other generated kernels are products and attention
     if loops or work is None or work.flops <= 0:
         return Contender(ComputeKind.MEMORY, bytes=0 if work is None else work.read_bytes + work.write_bytes)
     if "attention" in node.op:
@@ -66,7 +66,7 @@ def contender_of(node: Node) -> Contender:
 
 
 def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
-    """The `Traffic` of a node (START or COMM)."""
+    """Return the `Traffic` of a START or COMM node."""
     comm = node.comm
     if comm is None:
         return Traffic(profile.slowdown("unknown"), "", 0.0)
@@ -80,20 +80,20 @@ def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
 
 
 def tiles_of(results: int) -> int:
-    """Tiles of a matmul with so many results."""
+    """Return the number of tiles of a matmul with `results` elements."""
     return -(-results // _TILE)
 
 
 def waves(tiles: int, multiprocessors: int) -> int:
-    """Rounds in which so many multiprocessors compute so many tiles."""
+    """Return the number of waves in which `multiprocessors` compute `tiles`."""
     return math.ceil(tiles / max(1, multiprocessors))
 
 
 def compute_stretch(load: Contender, beside: Sequence[Traffic], profile: DeviceProfile) -> float:
-    """How many times as long compute takes while these collectives run."""
+    """Return the factor by which compute takes longer while the collectives `beside` run."""
     if not beside:
         return 1.0
-    if load.kind is ComputeKind.MATMUL:  # each takes multiprocessors of its own
+    if load.kind is ComputeKind.MATMUL:  # each collective occupies its own multiprocessors
         return 1.0 + sum(_matmul_stretch(load.results, each.slowdown, profile) - 1.0 for each in beside)
     return max(each.slowdown.of(load.kind.value, load.bytes) for each in beside)
 
@@ -112,7 +112,7 @@ def _matmul_stretch(results: int, slowdown: Slowdown, profile: DeviceProfile) ->
 
 
 def collective_stretches(load: Contender | None, running: Sequence[Traffic], profile: DeviceProfile) -> list[float]:
-    """How many times as long each of the running collectives takes beside `load` (None: nothing) and each other."""
+    """Return each running collective's slowdown factor beside `load` (None: no compute) and the other collectives."""
     stretches = [1.0] * len(running)
     if load is not None:
         stretches = [each.slowdown.own(load.kind.value) or profile.collective_slowdown for each in running]

@@ -1,4 +1,4 @@
-"""`DeviceProfile`: the rates and links of a machine, as data; every number names its origin.
+"""`DeviceProfile`: the rates and links of a machine as data, with the origin of every number.
 
 Rates are per second, times in nanoseconds, sizes in bytes. profiles/profile_file.py reads and writes profiles.
 """
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from overlapc.units import MOST_NS
 
-# What a profile that comes from elsewhere may say (profiles/profile_file.py).
+# Limits that profiles/profile_file.py checks.
 Ns = Annotated[float, Meta(ge=0, le=MOST_NS)]
 Rate = Annotated[float, Meta(ge=1, le=1e24)]  # per second
 Factor = Annotated[float, Meta(ge=1, le=1e6)]
@@ -31,7 +31,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """A library's protocol for moving data over a link: its latency, and the share of bandwidth that it reaches."""
+    """A library's protocol for moving data over a link, with its latency and the fraction of bandwidth it reaches."""
 
     share: Annotated[float, Meta(gt=1e-6, le=1e6)]
     base_ns: Ns
@@ -40,14 +40,14 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection between ranks, as the models of ring and tree collectives describe it."""
+    """A connection between ranks, with the numbers that models of ring and tree collectives need."""
 
     bytes_per_s: Rate  # one rank's bus bandwidth
-    step_ns: Ns  # one step of a ring or tree
-    protocols: tuple[Protocol, ...] = ()  # the fastest one is taken; none: full bandwidth at `step_ns` a step
+    step_ns: Ns  # time of one step of a ring or tree
+    protocols: tuple[Protocol, ...] = ()  # the fastest is used; if empty: full bandwidth, `step_ns` per step
 
     def ns(self, steps: int, moved_bytes: float) -> float:
-        """Time for a rank to move so many bytes in so many steps."""
+        """Return the time for a rank to move `moved_bytes` in `steps` steps."""
         full_ns = moved_bytes / self.bytes_per_s * 1e9
         if not self.protocols:
             return steps * self.step_ns + full_ns
@@ -56,30 +56,30 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Measured times of one collective on a group of `ranks` within one host."""
+    """Measured times of one collective over `ranks` ranks of one host."""
 
     collective: str
     ranks: Number
     points: Points  # (bytes by the collective's definition, ns), ascending
-    dtype: str = ""  # "bf16", "fp32"; "" when it was not recorded
+    dtype: str = ""  # "bf16", "fp32"; "": not recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How much longer compute takes beside a running collective: 1.29 is 29% longer. At least 1. None: not measured."""
+    """Slowdown factors of compute beside a collective: 1.29 is 29% longer. At least 1. None: not measured."""
 
     matmul: Factor = 1.0  # a large matmul
     memory: Factor = 1.0  # large memory-bound kernels
     attention: Factor | None = None
     own_matmul: Factor | None = None  # the collective itself, beside matmuls
     own_memory: Factor | None = None  # the collective itself, beside memory-bound kernels
-    multiprocessors: Factor | None = None  # that the collective holds: decides the waves of a matmul beside it
-    alone: Factor = 1.0  # the collective itself on these channels, against default channels
-    matmuls: Points = ()  # by the waves that a matmul needs alone, ascending
-    memories: Points = ()  # by the bytes that a memory-bound kernel reads and writes, ascending
+    multiprocessors: Factor | None = None  # number that the collective occupies, from which a matmul's waves follow
+    alone: Factor = 1.0  # the collective itself on this number of channels, relative to the default number
+    matmuls: Points = ()  # (waves that a matmul needs alone, factor), ascending
+    memories: Points = ()  # (bytes that a memory-bound kernel reads and writes, factor), ascending
 
     def of(self, beside: str, size_bytes: int = 0) -> float:
-        """Of "matmul", "attention" or "memory", which depends on the bytes moved."""
+        """Return the factor of "matmul", "attention" or "memory"; that of "memory" depends on the bytes moved."""
         if beside == "matmul":
             return self.matmul
         if beside == "memory" or self.attention is None:
@@ -87,65 +87,65 @@ class Slowdown:
         return self.attention
 
     def own(self, beside: str) -> float | None:
-        """Of the collective beside that; attention counts as a matmul."""
+        """Return the factor of the collective itself beside such compute; attention counts as a matmul."""
         return self.own_memory if beside == "memory" else self.own_matmul
 
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Host time in ns of what a compiled graph does, by kind; see host.py."""
+    """Host time in ns of each kind of operation in a compiled graph; see host.py."""
 
-    kernel: Ns  # a launch
-    call: Ns  # of a library
-    collective: Ns  # its start and its wait
-    tensor: Ns  # each tensor but the first of a coalesced collective, and its wait
-    graph: Ns  # a call of a compiled graph: guards, autograd
-    argument: Ns  # each tensor that goes into a graph or comes out, of a model whose parameters are DTensors
+    kernel: Ns  # launch of a generated kernel
+    call: Ns  # library call
+    collective: Ns  # start and wait of a collective
+    tensor: Ns  # each tensor after the first of a coalesced collective, with its wait
+    graph: Ns  # call of a compiled graph: guards, autograd
+    argument: Ns  # each input or output tensor of a graph, measured with a model whose parameters are DTensors
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The measured and published numbers of a machine that estimators and the simulator use."""
+    """The numbers of a machine, measured or published, that estimators and the simulator use."""
 
     name: str
     flops_per_s: Mapping[str, Rate] = field(default_factory=dict)  # by dtype; "vector" for generated kernels
     memory_bytes_per_s: Rate | None = None  # read + written
-    kernel_floor_ns: Ns = 0.0  # the shortest a launched node takes on the device
-    kernel_gap_ns: Ns = 0.0  # between the end of one kernel and the beginning of the next on its stream
-    launch_ns: Ns = 0.0  # host time to launch one node, whatever it is: how late an idle device begins with it
-    host: HostCosts | None = None  # what a whole graph costs the host; None: not measured
-    synchronous: bool = False  # compute runs on the launching thread, which so cannot run ahead
-    multiprocessors: Number = 0  # that kernels and collectives share; 0: not known
-    # A collective that comes while a kernel runs begins with the kernel's last wave, as GPUs hand out blocks in order.
+    kernel_floor_ns: Ns = 0.0  # shortest time of a launched node on the device
+    kernel_gap_ns: Ns = 0.0  # between the end of one kernel and the start of the next on its stream
+    launch_ns: Ns = 0.0  # host time to launch one node of any kind: the delay before an idle device starts it
+    host: HostCosts | None = None  # host costs of a whole graph; None: not measured
+    synchronous: bool = False  # compute runs on the launching thread, which therefore cannot run ahead
+    multiprocessors: Number = 0  # shared by kernels and collectives; 0: not known
+    # GPUs dispatch blocks in order, so a collective issued while a kernel runs starts with the kernel's last wave.
     collectives_wait_for_kernels: bool = False
     collective_floor_ns: Ns = 0.0  # launch and synchronization of one collective
     ranks_per_host: Annotated[int, Meta(ge=1, le=2**31)] = 1
     host_link: Link | None = None  # between ranks of one host
-    network_link: Link | None = None  # one rank's way to other hosts
-    copy_link: Link | None = None  # what copies between ranks of one host see; `step_ns`: all but moving bytes
-    # Between the end of a kernel and the start of a collective that waits for it, and back: the simulator adds it.
+    network_link: Link | None = None  # one rank's connection to other hosts
+    copy_link: Link | None = None  # for copies between ranks of one host; `step_ns`: all time except moving the bytes
+    # Time from the end of a kernel to the start of a collective that waits for it, and vice versa, in the simulator.
     collective_gap_ns: Ns = 0.0
-    coalesced_tensor_ns: Ns = 0.0  # what each tensor but the first adds to a coalesced collective
+    coalesced_tensor_ns: Ns = 0.0  # time that each tensor after the first adds to a coalesced collective
     tables: tuple[Table, ...] = ()
     # Achieved rates by size, ascending: "matmul.bf16", "attention.bf16" and "attention_backward.bf16" give FLOP/s by
     # FLOPs; "generated" (element-wise) and "generated.FORM" (`Work.form`) give bytes/s by bytes read and written.
     curves: Mapping[str, Points] = field(default_factory=dict)
-    # By collective, "other" for the rest; "all_gather@16" on that many channels.
+    # By collective; "other" for collectives without an entry, "all_gather@16" for 16 channels.
     slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)
-    # By "matmul" or "attention": how many times as long work of so many FLOPs takes at the clock of full load as at the
-    # highest. The curves of rates above are of full load. See simulator/clock_under_load.py.
+    # By "matmul" or "attention", (FLOPs, factor): time at the clock under full load relative to the highest clock. The
+    # curves of rates above are for full load. See simulator/clock_under_load.py.
     throttle: Mapping[str, Points] = field(default_factory=dict)
-    # By thousandths of the time that the device computes: the clock of full load, as a part of the clock then. What
-    # takes `throttle` times as long at full load as in a burst takes that part of it, but no less than in a burst.
+    # (thousandths of the time in which the device computes, clock under full load relative to the clock then). The time
+    # at full load is multiplied by that ratio; the result is at least the time in a burst (see `throttle`).
     clock_by_utilization: Points = ()
     collective_load: Part = (
-        0.0  # what a collective draws of what compute draws, for which it counts in `clock_by_utilization`
+        0.0  # power of a collective relative to compute: its weight in the utilization of `clock_by_utilization`
     )
-    collective_slowdown: Factor = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
+    collective_slowdown: Factor = 1.0  # of a collective beside compute if its Slowdown has no value; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
 
     def slowdown(self, collective: str, channels: int = 0) -> Slowdown:
-        """Beside this collective, on the measured number of channels that is nearest; 0 channels: the default."""
+        """Return the Slowdown of a collective, for the nearest measured number of channels; 0: default channels."""
         found = self.slowdowns.get(collective) or self.slowdowns.get("other") or Slowdown()
         if not channels:
             return found
@@ -161,37 +161,38 @@ class DeviceProfile:
         return self.collective_floor_ns + max((each.base_ns + each.step_ns for each in ways), default=0.0)
 
     def rate(self, dtype: str) -> float | None:
-        """FLOP/s in a dtype, by short or torch name; None when the profile has no number for it."""
+        """Return FLOP/s for a dtype, given by short or torch name; None if the profile has no number for it."""
         return self.flops_per_s.get(_short(dtype))
 
     def table(self, collective: str, ranks: int, dtype: str = "") -> Table | None:
-        """Measured times of a collective on that many ranks of one host, in that dtype if it was measured."""
+        """Return the table of a collective over `ranks` ranks of one host, for `dtype` if there is one; else None."""
         found = [t for t in self.tables if t.collective == collective and t.ranks == ranks]
         dtype = _short(dtype)
         return next((t for t in found if t.dtype == dtype), found[0] if found else None)
 
     def curve_name(self, name: str, dtype: str) -> str | None:
-        """The curve of that name and dtype as `curves` has it; None if it has none."""
+        """Return the key in `curves` for a name and dtype; None if there is no such curve."""
         full = f"{name}.{_short(dtype)}" if dtype else name
         return full if self.curves.get(full) else None
 
     def curve_rate(self, name: str, dtype: str, size: int) -> float | None:
-        """The rate that work of `size` achieves; None without a curve of that name and dtype.
+        """Return the rate that work of `size` achieves; None without a curve of that name and dtype.
 
-        Between two measured sizes the rate changes with the logarithm of the size; beyond them it stays.
+        The rate is interpolated over the logarithm of the size; outside the measured sizes it is constant.
         """
         found = self.curve_name(name, dtype)
         return None if found is None or size <= 0 else rate_at(self.curves[found], size)
 
     def throttled(self, kind: str, flops: int) -> float:
-        """How many times as long "matmul" or "attention" of so many FLOPs takes under full load as in a short burst."""
+        """Return the time of a "matmul" or "attention" of `flops` under full load, relative to a short burst."""
         points = self.throttle.get(kind)
         return rate_at(points, flops) if points and flops > 0 else 1.0
 
     def generated_ns(self, form: str, size_bytes: int) -> float | None:
-        """Time of a generated kernel of that form that moves so many bytes; None without a curve.
+        """Return the time of a generated kernel of a form that moves `size_bytes`; None without a curve.
 
-        Between two measured sizes time grows evenly; beyond them the rate stays, but no size takes less than the first.
+        Time is interpolated linearly between measured sizes. Above them the rate is constant; below them the time is
+        that of the smallest size.
         """
         points = (self.curves.get(f"generated.{form}") if form else None) or self.curves.get("generated")
         if not points:
@@ -209,13 +210,13 @@ class DeviceProfile:
 
 
 def _short(dtype: str) -> str:
-    """`torch.bfloat16`, `bfloat16` and `bf16` -> `bf16`."""
+    """Return the short name of a dtype: `torch.bfloat16`, `bfloat16` and `bf16` -> `bf16`."""
     dtype = dtype.removeprefix("torch.")
     return _DTYPES.get(dtype, dtype)
 
 
 def rate_at(points: Sequence[tuple[int, float]], size: int) -> float:
-    """A curve's rate at `size`; `points` are (size, rate), ascending, at least one."""
+    """Return a curve's rate at `size`; `points` are (size, rate), ascending, at least one."""
     at = bisect_left(points, (size, -math.inf))
     if at == 0 or at == len(points):
         return points[min(at, len(points) - 1)][1]
@@ -224,4 +225,4 @@ def rate_at(points: Sequence[tuple[int, float]], size: int) -> float:
     return low_rate + (high_rate - low_rate) * share
 
 
-IDEAL = DeviceProfile("ideal")  # launches cost nothing, nothing disturbs anything: for tests and text schedules
+IDEAL = DeviceProfile("ideal")  # no launch costs and no contention: for tests and text schedules

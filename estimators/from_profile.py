@@ -1,4 +1,4 @@
-"""Estimates from a device profile alone: without a machine to measure on and without an earlier run."""
+"""Estimates from a device profile alone, without measurements on this machine or times of an earlier run."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from overlapc.estimators.roofline import Roofline
 
 
 def from_profile(profile: DeviceProfile) -> FirstKnown:
-    """The profile's tables of collectives, then models at the rates that it gives."""
+    """Return a chain that uses the profile's tables of collectives, then models with the profile's rates."""
     return FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))

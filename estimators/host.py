@@ -1,9 +1,9 @@
 """Time that a compiled graph takes on the host.
 
-A host runs ahead of its device and never waits for it. So in a loop of steps the slower of the two determines the step
-time, in whatever order nodes stand: the simulator's time, or the host's time for all graphs, which this file estimates.
-Only if the device is idle (at the first step of a loop, or after an `.item()`) does it also matter when each node is
-launched, which the simulator models by `DeviceProfile.launch_ns`.
+A host runs ahead of its device and does not wait for it. So in a loop of steps the slower of the two determines the
+step time, whatever the order of the nodes: the simulator's time, or the host's time for all graphs, which this file
+estimates. Only if the device is idle (in the first step of a loop, or after an `.item()`) does it matter when each node
+is launched, which the simulator models with `DeviceProfile.launch_ns`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from overlapc.schedule.model import Kind, Schedule
 
 
 def host_ns(schedule: Schedule, profile: DeviceProfile) -> float | None:
-    """The host's time for one call of the graph, in ns; None if the profile has no host costs.
+    """Return the host's time for one call of the graph in ns, or None if the profile has no host costs.
 
-    None, too, where the host computes itself: then the simulator's time is the host's.
+    Also None for a synchronous device: the host itself computes, so the simulator's time is the host's time.
     """
     costs = profile.host
     if costs is None or profile.synchronous:
@@ -30,10 +30,10 @@ def host_ns(schedule: Schedule, profile: DeviceProfile) -> float | None:
         + costs.kernel * count[Kind.KERNEL]
         + costs.call * count[Kind.EXTERN]
         + costs.collective * (starts + count[Kind.COMM])
-        + costs.tensor * max(0, waits - starts)  # each tensor of a coalesced collective has a wait of its own
+        + costs.tensor * max(0, waits - starts)  # each tensor of a coalesced collective has its own wait
     )
 
 
 def crossing(schedule: Schedule) -> int:
-    """How many tensors go into the graph or come out."""
+    """Return the number of input and output tensors of the graph."""
     return len(schedule.outputs) + sum(buffer.is_input for buffer in schedule.buffers.values())

@@ -1,4 +1,4 @@
-"""Which links a process group crosses: from its ranks if they are known, else ranks are assumed to be contiguous."""
+"""The links that a process group crosses, from its ranks; unknown ranks are assumed to be contiguous."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOST, NETWORK = "host", "network"
 
 
 def ranks_by_host(comm: Comm, profile: DeviceProfile) -> dict[int, int]:
-    """Host -> how many of the group's ranks it has; hosts are counted from the group's first."""
+    """Return host -> number of the group's ranks on it; hosts are numbered from the group's first host."""
     if not comm.ranks:
         full, rest = divmod(comm.size, profile.ranks_per_host)
         hosts = dict.fromkeys(range(full), profile.ranks_per_host)
@@ -21,7 +21,10 @@ def ranks_by_host(comm: Comm, profile: DeviceProfile) -> dict[int, int]:
 
 
 def crossed(comm: Comm, profile: DeviceProfile) -> tuple[str, Link] | None:
-    """The narrowest link of a ring: within a host, or out of it through every member's network card. None: unknown."""
+    """Return the name and the slowest link of a ring over the group, or None if that link is unknown.
+
+    Between hosts, the bandwidth is that of all network cards of the group's ranks on a host together.
+    """
     if comm.size < 1:
         return None
     hosts = ranks_by_host(comm, profile)
@@ -30,7 +33,7 @@ def crossed(comm: Comm, profile: DeviceProfile) -> tuple[str, Link] | None:
     network = profile.network_link
     if network is None:
         return None
-    cards = min(hosts.values())  # each local rank of the group brings its own card
+    cards = min(hosts.values())  # each local rank of the group has its own card
     if cards == 1 or profile.host_link is None:
         return NETWORK, network
     return NETWORK, Link(min(network.bytes_per_s * cards, profile.host_link.bytes_per_s), network.step_ns)

@@ -1,10 +1,11 @@
 """Library calls measured on this device, once for each shape, and stored on disk.
 
-A call's key says all that decides its time: the op, and dtype, sizes and strides of its tensors. The entry that keeps
-it is found by the device and the versions of the libraries behind it.
+A call's key contains everything that determines its time: the op, and dtype, sizes and strides of its tensors. All
+times are in one cache entry, whose key is the device and the versions of its libraries.
 
-Calls are measured in short bursts, which is repeatable: a GPU under load lowers its clock, when and how far depends on
-all that ran in the last tenth of a second. What full load makes of a burst's time, the profile knows (`throttle`).
+Calls are measured in short bursts, because these are repeatable: under load a GPU lowers its clock, by an amount that
+depends on everything that ran in the last tenth of a second. The profile's `throttle` converts the time of a burst to
+the time under full load.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SUFFIX = ".json"
 
 @dataclass(frozen=True)
 class Call:
-    """A library call that can be made by itself. make: allocates arguments and returns the call."""
+    """A library call that can run by itself. `make` allocates the arguments and returns the call."""
 
     key: str
     device: torch.device
@@ -38,7 +39,7 @@ class Call:
 
 
 class Times:
-    """ns by key, in one entry of all processes of a host; an entry that cannot be read counts as empty."""
+    """Times in ns by key, in one cache entry for all processes of a host; an unreadable entry counts as empty."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._name = f"{machine_of(device)}, in bursts"
@@ -48,14 +49,14 @@ class Times:
 
     @property
     def path(self) -> Path:
-        """The file of the times."""
+        """The file that holds the times."""
         return self._cache.path(self._key, _SUFFIX)
 
     def get(self, key: str) -> float | None:
         return self._known.get(key)
 
     def put(self, key: str, ns: float) -> None:
-        """Stores a time beside those of other processes. If the folder cannot be written, nothing is stored."""
+        """Add a time to the entry, which other processes may have changed. Do nothing if the folder is not writable."""
         self._known[key] = ns
         try:
             self._cache.update(self._key, _SUFFIX, self._with)
@@ -78,7 +79,7 @@ def _times(kept: bytes | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MeasuredCalls:
-    """Estimates library calls that `call_of` can make separately, by measuring each once for all processes."""
+    """Estimates library calls by measuring each once for all processes. `call_of`: None if a call cannot run alone."""
 
     call_of: Callable[[Node], Call | None]
     times: Times
@@ -102,7 +103,7 @@ class MeasuredCalls:
 
 
 def measure(call: Call) -> float | None:
-    """ns of one call on this device in a short burst; None where its arguments do not fit into memory."""
+    """Return the ns of one call on this device in a short burst; None if its arguments do not fit into memory."""
     clock = clock_for(call.device)
     try:
         run = call.make()
@@ -112,7 +113,7 @@ def measure(call: Call) -> float | None:
 
 
 def machine_of(device: torch.device) -> str:
-    """The device and the versions of its libraries, for which a measured time is valid."""
+    """Return the name of the device and the versions of its libraries, for which a measured time is valid."""
     return f"{_device_name(device)}, {_versions(device)}"
 
 

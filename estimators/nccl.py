@@ -1,8 +1,8 @@
-"""Collectives: measured tables first, else latency + bytes over bandwidth of a ring or a tree.
+"""Estimates of collectives from measured tables, or as latency + bytes / bandwidth of a ring or a tree.
 
-`Comm.bytes` follows each collective's own definition (schedule/model.py), so a gather is priced by what it
-gathers and an all-reduce by its tensor once. Which links a group crosses comes from its ranks when they are
-known; a group of unknown ranks is taken to be contiguous.
+`Comm.bytes` follows each collective's own definition (schedule/model.py): an all-gather counts its gathered result, an
+all-reduce counts its tensor once. The links that a group crosses follow from its ranks; unknown ranks are assumed to be
+contiguous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overlapc.schedule.model import Comm, Estimate, Node
 
 @dataclass(frozen=True)
 class MeasuredCollectives:
-    """Groups within one host, of a size that the profile has a table for."""
+    """Estimates collectives of groups within one host from the profile's tables."""
 
     profile: DeviceProfile
 
@@ -40,7 +40,7 @@ class MeasuredCollectives:
 
 @dataclass(frozen=True)
 class AnalyticCollectives:
-    """Rings and trees over the slowest link that the group crosses."""
+    """Estimates collectives as rings or trees over the slowest link that the group crosses."""
 
     profile: DeviceProfile
 
@@ -55,7 +55,7 @@ class AnalyticCollectives:
         if comm.size == 1:
             return Estimate(self.profile.collective_floor_ns, self.name)
         if comm.via == COPY and self.profile.copy_link is not None and len(ranks_by_host(comm, self.profile)) == 1:
-            # To every peer directly; pushed or pulled, a rank moves the parts of all others.
+            # A rank copies directly to (or from) every peer, so it moves the parts of all other ranks.
             moved_bytes = comm.bytes * (comm.size - 1) / comm.size
             return Estimate(self.profile.copy_link.ns(1, moved_bytes), self.name)
         way = crossed(comm, self.profile)
@@ -67,7 +67,7 @@ class AnalyticCollectives:
 
 
 def interpolate(table: Table, size_bytes: int) -> float:
-    """ns for a size: linear between points, the first point's time below them, the last slope above."""
+    """Return the ns for a size: linear between points, the first point's time below them, the last slope above."""
     points = table.points
     at = bisect_left(points, (size_bytes, -math.inf))
     if at == 0:
@@ -81,11 +81,11 @@ def interpolate(table: Table, size_bytes: int) -> float:
 
 
 def ring_or_tree_ns(comm: Comm, link: Link) -> float | None:
-    """Time on the links alone; None for a collective whose traffic we do not know."""
+    """Return the time on the links alone, in ns; None for a collective whose traffic is not known."""
     ranks, size = comm.size, comm.bytes
     share = (ranks - 1) / ranks
     depth = math.ceil(math.log2(ranks))
-    match comm.collective if comm.via != COPY else "all_to_all":  # copies go to every peer directly, too
+    match comm.collective if comm.via != COPY else "all_to_all":  # copies also go to every peer directly
         case "all_gather" | "reduce_scatter":
             return link.ns(ranks - 1, share * size)
         case "all_to_all":  # every peer directly

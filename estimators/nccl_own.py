@@ -1,4 +1,4 @@
-"""NCCL's own estimate of a collective, through torch; NCCL knows the topology that it found."""
+"""Estimates of collectives by NCCL itself, which knows the topology, through torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 class LibraryCollectives:
-    """Groups of this process whose communicator exists and can estimate; nothing is communicated.
+    """Estimates collectives of this process's groups whose communicator exists and can estimate, without communication.
 
-    On 4 H200s NCCL 2.28 estimated 10 to 20% too little from 64 MiB on, and as little as a third of the time of small
-    messages; measured tables come first.
+    On 4 H200s NCCL 2.28 estimated 10 to 20% too little from 64 MiB on, and down to a third of the time for small
+    messages, so measured tables are asked first.
     """
 
     name = "NCCL's estimate"
@@ -46,11 +46,11 @@ def _estimate_ns(collective: str, size_bytes: int, ranks: tuple[int, ...], dtype
     with distributed_c10d._time_estimator(group, device) as found:
         launch()
     microseconds = float(found.estimated_time)
-    return microseconds * 1e3 if microseconds > 0 else None  # negative: it cannot say
+    return microseconds * 1e3 if microseconds > 0 else None  # negative: NCCL has no estimate
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A NCCL group of this process over exactly these ranks."""
+    """Return an NCCL group of this process over exactly these ranks, or None."""
     if not dist.is_initialized():
         return None
     for group in distributed_c10d._world.pg_map:

@@ -1,7 +1,7 @@
-"""Compute nodes from their FLOPs and bytes: the slower of arithmetic and memory, at achieved rates.
+"""Estimates of compute nodes from their FLOPs and bytes: the longer of arithmetic time and memory time.
 
-Where the profile has a curve for this kind of work (matmuls, attention, generated kernels), the rate is the one that
-work of this size was measured to achieve; else it is the profile's one number.
+If the profile has a curve for this kind of work (matmuls, attention, generated kernels), the rate is the one measured
+for work of this size; else it is the profile's single number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from overlapc.schedule.model import COMPUTE, Estimate, Kind, Node, Work
 
 @dataclass(frozen=True)
 class Roofline:
-    """Estimates KERNEL and EXTERN nodes that have `work`; a node without `work` is unknown, never free."""
+    """Estimates KERNEL and EXTERN nodes that have `work`; a node without `work` is unknown, not free."""
 
     profile: DeviceProfile
 
@@ -45,13 +45,13 @@ class Roofline:
     def _flops_per_s(self, node: Node, work: Work) -> float | None:
         profile = self.profile
         if _is_generated(node):
-            # Generated loops run on the vector units, whatever dtype they load and store; products, attention do not.
+            # Generated loops run on the vector units for every dtype; products and attention do not.
             return profile.flops_per_s.get("vector") or profile.rate(work.dtype)
         return profile.curve_rate(_calls_like(node), work.dtype, work.flops) or profile.rate(work.dtype)
 
 
 def curve_of(node: Node, profile: DeviceProfile) -> tuple[str, int] | None:
-    """The curve of a profile that decides a node's estimate, and the node's size on it; None if no curve does."""
+    """Return the profile's curve that determines a node's estimate, and the node's size on it; None if none does."""
     work, estimate = node.work, Roofline(profile).estimate(node)
     if work is None or estimate is None:
         return None
@@ -63,7 +63,8 @@ def curve_of(node: Node, profile: DeviceProfile) -> tuple[str, int] | None:
         size, name = work.flops, profile.curve_name(_calls_like(node), work.dtype)
         rate = profile.curve_rate(_calls_like(node), work.dtype, size) if name is not None else None
         decides_ns = None if rate is None else size / rate * 1e9
-    # Within a bit: a kernel no longer than the floor says nothing about its curve.
+    # An estimate longer than the curve's time comes from the floor or from the roofline's other term, not the curve.
+    # The tolerance is for rounding.
     return None if name is None or decides_ns is None or decides_ns < estimate.ns * (1 - 1e-9) else (name, size)
 
 
@@ -72,7 +73,7 @@ def _is_generated(node: Node) -> bool:
 
 
 def _calls_like(node: Node) -> str:
-    """The name of the curve of equal work, without the dtype."""
+    """Return the name of the curve for this kind of work, without the dtype."""
     if "attention" not in node.op:
         return "matmul"
     return "attention_backward" if node.op.endswith("backward") else "attention"

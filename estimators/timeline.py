@@ -1,19 +1,19 @@
-"""The simulator: replays a schedule on its resources. The one source of exposed time.
+"""The simulator: replays a schedule on its resources. All exposed times come from here.
 
 Resources are the host, which launches in order; one compute stream, which runs in order; and one queue per
 process group, which runs its collectives in the order they were started. A collective begins when its
-queue is free, the host has issued it, and the compute stream has done everything launched before it (as
-NCCL's does, which synchronizes with the stream it is called from); where the profile says so, one that comes while a
-kernel runs waits for it too. A wait holds the compute stream until its collective is done. A COMM node runs on its
-queue while the compute stream stands still.
+queue is free, the host has issued it, and the compute stream has finished everything launched before it (as with
+NCCL, which synchronizes with the stream it is called from); if the profile says so, a collective issued while a kernel
+runs also waits for that kernel. A wait blocks the compute stream until its collective is done. A COMM node runs on its
+queue and blocks the compute stream meanwhile.
 
-While both run they slow each other, as contention.py says. Time that the compute stream stands still at a
-wait is *exposed*; it belongs to whichever collective of that queue is running then, so each collective's
+Overlapping compute and collectives slow each other down (contention.py). Time that the compute stream is blocked at a
+wait is *exposed*. It is attributed to the collective of that queue that runs at the time, so each collective's
 exposed time is part of its duration, hidden = duration - exposed is never negative, and
 
     step = compute (with slowdown) + exposed + launch-bound idle time.
 
-simulator/machine.py is the machine that does so; simulator/incremental.py replays no more than what a move changes.
+simulator/machine.py implements this; simulator/incremental.py simulates again only what a move changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TIMED = (*COMPUTE, *COMMUNICATION)
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """When a collective ran and how much of that the compute stream stood still for it."""
+    """When a collective ran, and how much of that time the compute stream waited for it."""
 
     start_ns: float
     end_ns: float
@@ -43,20 +43,24 @@ class CollectiveTime:
 
     @property
     def hidden_ns(self) -> float:
-        """The part of its duration that compute ran beside."""
+        """The part of its duration that is not exposed."""
         return max(0.0, self.end_ns - self.start_ns - self.exposed_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Time that a step loses. `Timeline.gap` is what it loses beyond every order: the step less its lower bound."""
+    """Lost time of a step by cause. `Timeline.gap` is only the loss above the step's lower bound."""
 
-    contention_ns: float  # compute slowed by communication beside it
-    exposed_ns: float  # compute standing still at waits
-    idle_ns: float  # waiting for the host, and between kernels
+    contention_ns: float  # time that overlapping communication adds to compute
+    exposed_ns: float  # compute blocked at waits
+    idle_ns: float  # waiting for the host, and gaps between kernels
 
     def beyond(self, bound: LowerBound, step_ns: float) -> Gap:
-        """The same without what the bound contains: gaps, the least contention, and what else it holds as exposed."""
+        """Return the loss without the part that the bound contains.
+
+        That part is subtracted from idle time up to the bound's idle time, then from contention up to the bound's
+        contention, then from exposed time.
+        """
         lost = {"idle": self.idle_ns, "contention": self.contention_ns, "exposed": self.exposed_ns}
         left_ns = bound.ns - (step_ns - sum(lost.values()))
         caps = (("idle", bound.idle_ns), ("contention", bound.contention_ns))
@@ -69,10 +73,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A replay. `start_ns` and `end_ns` count by position in `schedule.nodes`.
+    """The result of a simulation. `start_ns` and `end_ns` are indexed by position in `schedule.nodes`.
 
-    Of a START they are when its collective ran, not when it was issued; of a WAIT when the
-    compute stream arrived and when it went on.
+    For a START they are when its collective ran, not when it was issued; for a WAIT, when the
+    compute stream reached it and when it continued.
     """
 
     schedule: Schedule
@@ -81,8 +85,8 @@ class Timeline:
     end_ns: tuple[float, ...]
     step_ns: float
     collectives: Mapping[str, CollectiveTime]  # every START and COMM, by node name
-    launch_idle_ns: float  # the compute stream waiting for the host, and between kernels
-    unknown: tuple[str, ...] = field(default=())  # nodes without an estimate, replayed as taking no time
+    launch_idle_ns: float  # the compute stream waiting for the host, and gaps between kernels
+    unknown: tuple[str, ...] = field(default=())  # nodes without an estimate, simulated as taking no time
 
     @property
     def exposed_ns(self) -> float:
@@ -96,7 +100,7 @@ class Timeline:
 
     @property
     def compute_ns(self) -> float:
-        """Time the compute stream was busy, slowdown by collectives included."""
+        """Time that the compute stream is busy, including the slowdown by collectives."""
         return sum(
             end - start
             for node, start, end in zip(self.schedule.nodes, self.start_ns, self.end_ns, strict=True)
@@ -105,29 +109,29 @@ class Timeline:
 
     @cached_property
     def lower_bound(self) -> LowerBound:
-        """No order of these nodes takes less; see simulator/lower_bound.py."""
+        """Lower bound of the step over all orders of these nodes; see simulator/lower_bound.py."""
         return lower_bound(self.schedule, self.profile)
 
     @property
     def lower_bound_ns(self) -> float:
-        """The same in ns."""
+        """The lower bound in ns."""
         return self.lower_bound.ns
 
     @cached_property
     def gap(self) -> Gap:
-        """What the step has over the lower bound, by kind of loss."""
+        """The time of the step above its lower bound, by cause."""
         alone_ns = sum(node.estimate.ns for node in self.schedule.nodes if node.kind in COMPUTE and node.estimate)
         lost = Gap(max(0.0, self.compute_ns - alone_ns), self.exposed_ns, self.launch_idle_ns)
         return lost.beyond(self.lower_bound, self.step_ns)
 
     def span(self, name: str) -> tuple[float, float]:
-        """(start, end) of a node in ns."""
+        """Return (start, end) of a node in ns."""
         at = self.schedule.position(name)
         return self.start_ns[at], self.end_ns[at]
 
 
 def simulated_ns(schedule: Schedule, profile: DeviceProfile, nodes: Sequence[int]) -> float:
-    """How long a step takes that has only these nodes of `schedule`, given by position, in this order."""
+    """Return the time of a step that runs only `nodes` of `schedule`, given by position, in that order."""
     count = len(schedule.nodes)
     machine = Machine(costs_of(schedule, profile), [0.0] * count, [0.0] * count)
     machine.run(nodes)
@@ -136,7 +140,7 @@ def simulated_ns(schedule: Schedule, profile: DeviceProfile, nodes: Sequence[int
 
 
 def simulate(schedule: Schedule, profile: DeviceProfile = IDEAL, cache_dir: Path | None = None) -> Timeline:
-    """Replay `schedule` in its present order. Nodes without an estimate take no time and are listed.
+    """Simulate `schedule` in its present order. Nodes without an estimate take no time and are in `unknown`.
 
     cache_dir: as in `Context`.
     """

@@ -1,4 +1,4 @@
-"""Times that override all models: a function of the user's, or times of an earlier run."""
+"""Times from the user, which override all models: a function, or the times of an earlier run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from statistics import median
 from overlapc.errors import ConfigError
 from overlapc.schedule.model import Estimate, Node
 
-Hook = Callable[[Node], "Estimate | float | None"]  # ns where it is a number; None for "ask the next"
+Hook = Callable[[Node], "Estimate | float | None"]  # a number is ns; None: the next estimator is asked
 
 
 @dataclass(frozen=True)
 class UserHook:
-    """A function that the user gave as `estimates=`."""
+    """An estimator that calls the function given as `estimates=`."""
 
     hook: Hook
     name: str = "user"
 
     def estimate(self, node: Node) -> Estimate | None:
-        """The function's result; ConfigError if that is no time."""
+        """Return the function's result. Raise ConfigError if it is not a time or None."""
         result = self.hook(node)
         if result is None or isinstance(result, Estimate):
             found = result
@@ -38,15 +38,15 @@ class UserHook:
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """Times that nodes took in an earlier run: found by name in the same graph, else by signature."""
+    """Times of nodes in an earlier run, looked up by name in the same graph, else by signature."""
 
-    by_name: Mapping[str, tuple[str, float]]  # node of this graph -> its signature ("" when not known), ns
+    by_name: Mapping[str, tuple[str, float]]  # node of this graph -> its signature ("" if not known), ns
     by_signature: Mapping[str, float] = field(default_factory=dict)
     name: str = "earlier run"
 
     @classmethod
     def of(cls, graph: str, seen: Mapping[tuple[str, str], tuple[str, float]], name: str) -> EarlierRun:
-        """For `graph`, from (graph, node) -> (signature, ns) of all graphs that ran."""
+        """Build the estimator for `graph` from (graph, node) -> (signature, ns) of all graphs that ran."""
         like: dict[str, list[float]] = {}
         for signature, ns in seen.values():
             if signature:
@@ -55,7 +55,8 @@ class EarlierRun:
         return cls(by_name, {signature: median(times) for signature, times in like.items()}, name)
 
     def estimate(self, node: Node) -> Estimate | None:
-        """The time of the node of that name, unless its signature has changed; else that of an equal signature."""
+        """Return the time of the node with the same name if its signature is the same, else the median time of nodes
+        with the same signature, else None."""
         own = signature_of(node)
         signature, ns = self.by_name.get(node.name, (None, 0.0))
         if signature is not None and signature in ("", own):
@@ -65,7 +66,7 @@ class EarlierRun:
 
 
 def signature_of(node: Node) -> str:
-    """The fields that decide a node's time: op, sizes, dtype and group size, but not its name or place."""
+    """Return the properties that determine a node's time as text: op, sizes, dtype, group; not its name or position."""
     parts: list[object] = [node.kind.value, node.op]
     if node.work is not None:
         work = node.work

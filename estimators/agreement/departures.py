@@ -1,7 +1,7 @@
-"""Ranks of this host that have ended, as `overlapc run` sees them: other ranks read this instead of waiting for them.
+"""Records of ended ranks of this host, written by `overlapc run`, so that other ranks do not wait for them.
 
-The launching process writes `rank3/ended.json` into the folder of the run when rank 3 has ended, for whatever reason;
-a rank that waits in a meeting reads it, and does not wait for a rank that has ended.
+When rank 3 has ended for any reason, the launching process writes `rank3/ended.json` into the folder of the run; ranks
+that wait in a meeting read it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 RUN_DIR = "OVERLAPC_RUN_DIR"  # where each rank leaves its record and, if it fails, its error
-ENDED = "ended.json"  # of a rank
+ENDED = "ended.json"  # file name, in the folder of a rank
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Departure:
     """How and when a rank's process ended."""
 
     rank: int
-    at_ns: int  # wall clock, as in errors of ranks
-    exit_code: int | None  # minus a signal's number, as subprocess has it; None: not known yet
-    finished: bool  # its script came to an end, by itself or by sys.exit
-    ended_by_launcher: bool = False  # because of another rank
+    at_ns: int  # wall clock, as in the errors that ranks write
+    exit_code: int | None  # as in subprocess: negative for a signal; None: not known yet
+    finished: bool  # the script ran to its end or called sys.exit
+    ended_by_launcher: bool = False  # the launcher ended it because of another rank
 
     def __str__(self) -> str:
         if self.exit_code is None:
@@ -37,7 +37,7 @@ class Departure:
         return "exited with code 0 in the middle of its script"
 
     def write(self, run_dir: Path) -> None:
-        """Writes the departure; ranks see all of it or nothing."""
+        """Write the departure atomically."""
         folder = rank_dir(run_dir, self.rank)
         unfinished = folder / f"{ENDED}.unfinished"
         unfinished.write_text(json.dumps(asdict(self)))
@@ -45,19 +45,19 @@ class Departure:
 
 
 def rank_dir(run_dir: Path, rank: int) -> Path:
-    """`run_dir/rank3`, made if need be."""
+    """Return the folder `run_dir/rank3`; create it if it does not exist."""
     folder = run_dir / f"rank{rank}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def departures(run_dir: Path) -> list[Departure]:
-    """All departures that were written."""
+    """Return all departures written to `run_dir`."""
     return [Departure(**json.loads(path.read_text())) for path in run_dir.glob(f"rank*/{ENDED}")]
 
 
 def departed(ranks: Iterable[int]) -> Mapping[int, str]:
-    """How those of `ranks` ended that `overlapc run` has seen ending; empty in jobs that it did not start."""
+    """Return, for each of `ranks` known to have ended, how it ended; empty if `overlapc run` did not start the job."""
     run_dir = os.environ.get(RUN_DIR)
     if not run_dir:
         return {}

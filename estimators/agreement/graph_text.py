@@ -5,9 +5,9 @@
     v2 = _c10d_functional.wait_tensor.default(v1) : bf16 2d
     v3 = aten.view.default(v2, [#, #]) : bf16 2d
 
-Left out, because it may differ between ranks: names, sizes (uneven shards) except those that a collective
-needs equal, numbers that enter the arithmetic (the offset of a vocabulary shard), device indices and the
-names of process groups. Kept: operators, which result goes where, dims, flags, dtypes, number of dims.
+Omitted, because ranks may differ in them: names, sizes (uneven shards) except those that a collective
+needs equal, numbers in the arithmetic (the offset of a vocabulary shard), device indices and the
+names of process groups. Included: operators, data flow, dims, flags, dtypes, number of dims.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _DTYPES = {
     torch.bool: "b8",
 }
 _EQUAL_SIZES = tuple(kind.op for kind in KINDS.values() if kind.equal_sizes)
-_SIZE = "#"  # stands for a number that ranks may differ in
+_SIZE = "#"  # replaces a number in which ranks may differ
 
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """The properties that all nodes with the same target share."""
+    """How nodes with one target are printed."""
 
     name: str
-    positional: tuple[tuple[str, bool], ...] = ()  # (argument, whether its numbers are kept)
-    keeps: Mapping[str, bool] | None = None  # the same by name, keyword-only arguments too
-    keeps_numbers: bool = False  # of arguments that the schema does not name
-    equal_sizes: bool = False
+    positional: tuple[tuple[str, bool], ...] = ()  # (argument, whether its numbers are printed)
+    keeps: Mapping[str, bool] | None = None  # the same by name, including keyword-only arguments
+    keeps_numbers: bool = False  # the same for arguments that the schema does not name
+    equal_sizes: bool = False  # a collective that needs equal sizes on all ranks
 
 
 def canonical_lines(graph: fx.Graph, label: Callable[[str], str]) -> list[str]:
-    """One line per node, subgraphs indented below the node that names them.
+    """Return one line for each node; the lines of a subgraph are indented below the node that refers to it.
 
-    label: the name of a process group (as in the graph, different on every rank) -> a name for it that is
+    label: maps the name of a process group in the graph, which differs between ranks, to a name that is
     equal on all ranks, such as "dp of 4".
     """
     names: dict[fx.Node, str] = {}
@@ -89,7 +89,7 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], label: Callable[[str], st
 
 
 def _takes_a_part(node: fx.Node) -> bool:
-    """Whether `node` picks one of a list of equal tensors (split, chunk): tensor parallelism picks by rank."""
+    """Whether `node` selects one of a list of equal tensors (split, chunk); tensor parallelism selects by rank."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return False
     source = node.args[0].target
@@ -111,7 +111,8 @@ def _signature(target: Any) -> _Signature:
 
 
 def _keeps_numbers(kind: Any) -> bool:
-    """Dims, counts and flags are typed int and float in schemas; sizes are SymInt, operands Scalar or Tensor."""
+    """Whether numbers of a schema type are printed: dims, counts and flags are int or float; sizes are SymInt,
+    operands Scalar or Tensor."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     return kind.kind() in ("IntType", "FloatType")
@@ -141,11 +142,11 @@ def _render(value: Any, names: Mapping[fx.Node, str], keep: bool) -> str:
         return repr(value) if keep else _SIZE
     if isinstance(value, (complex, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _SIZE
-    return type(value).__name__  # an object whose text may hold an address
+    return type(value).__name__  # the text of another object may contain an address
 
 
 def _type(value: Any) -> str:
-    """` : bf16 2d`, several joined by commas; empty when unknown."""
+    """Return the type of a value as ` : bf16 2d`, several joined by commas; "" if unknown."""
     if isinstance(value, torch.Tensor):
         return f" : {_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))} {value.dim()}d"
     if isinstance(value, (list, tuple)):
@@ -154,7 +155,7 @@ def _type(value: Any) -> str:
 
 
 def _sizes(value: Any) -> str:
-    """`[512, 64]`; a symbolic size is `s`, since its name may differ between ranks."""
+    """Return the sizes as `[512, 64]`; a symbolic size is `s`, because its name may differ between ranks."""
     if isinstance(value, torch.Tensor):
         return f"[{', '.join(str(size) if isinstance(size, int) else 's' for size in value.shape)}]"
     if isinstance(value, Sequence):

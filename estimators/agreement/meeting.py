@@ -1,20 +1,20 @@
-"""Meetings of ranks through the rendezvous store: each rank brings a value, all ranks leave with the same verdict.
+"""Meetings of ranks through the rendezvous store: each rank contributes a value, and all ranks get the same verdict.
 
-Ranks meet here and not in a collective: a collective with a missing rank hangs, a store has a timeout.
+The store is used instead of a collective because a collective with a missing rank hangs, while a store has a timeout.
 
     rank 0   set arrival/0, add arrived (1) ............................ wait verdict, get, add read (1)
     rank 1   set arrival/1, add arrived (2 = all): decide, set verdict . wait verdict, get, add read (2 = all): delete
 
-The rank that arrives last decides, so that no rank waits for two things. The verdict is set once, by
-compare_set: a rank that gives up, one that fails and one that decides may race, and still all of them leave
-with the same verdict. The last to read it deletes the meeting's keys. That is 5 requests per rank, plus one
-read and one delete per rank for the two that do the common work, whatever the number of ranks.
+The rank that arrives last decides, so that every rank waits only once. The verdict is set once, by
+compare_set: a rank that gives up, one that fails and one that decides may race, and all ranks still get
+the same verdict. The last rank to read it deletes the meeting's keys. These are 5 requests per rank, plus one
+read and one delete per rank by the ranks that decide and clean up, whatever the number of ranks.
 
-Meetings of the same ranks are numbered; the number is part of the key. A rank never comes to meeting n + 1
-before it left meeting n.
+Meetings of the same ranks are numbered; the number is part of the key. A rank enters meeting n + 1 only
+after it has left meeting n.
 
-No request to the store outlives the meeting's timeout by more than a few seconds (`timed_store`): the store's host may
-be stopped.
+No request to the store lasts longer than the meeting's timeout plus a few seconds (`timed_store`), because the process
+that hosts the store may be stopped.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from overlapc.estimators.agreement.timed_store import NoAnswer, TimedStore
 from overlapc.runtime.phases import phase
 
 Decide: TypeAlias = Callable[[Mapping[int, bytes]], bytes]
-"""What the ranks brought, by rank -> the verdict. Must not depend on which rank calls it. May raise RanksDisagree,
-which then is the verdict of all."""
+"""Computes the verdict from the ranks' values, by rank. It must not depend on which rank calls it. It may raise
+RanksDisagree, which then is the verdict for all ranks."""
 
 Notes: TypeAlias = Mapping[str, str]
-"""What a compilation depends on beside its graph, as text by name: options, variables, versions."""
+"""What a compilation depends on besides its graph, as text by name: options, variables, versions."""
 
-STEPS = "optimizer steps so far"  # a note that is shown of a rank that waits for others
+STEPS = "optimizer steps so far"  # a note that the error of a waiting rank shows
 
 _SHOWN_DIFFERENCES, _SHOWN_CHARS = 8, 80
 _AGREED, _FAILED = b"+", b"!"
-_GRACE_S = 5.0  # how much longer a rank that gave up waits for another that gave up first to say why
-_LINGER_S = 1.0  # rank 0 often hosts the store: how long its failure stays readable before it may exit
+_GRACE_S = 5.0  # time that a rank which timed out waits for the verdict of the first rank that timed out
+_LINGER_S = 1.0  # time that rank 0, which often hosts the store, waits for others to read a failure before it may exit
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` -> `0-2,5`; after the eighth range only a count."""
+    """Return ranks as text: `[0, 1, 2, 5]` -> `0-2,5`; after the eighth range only a count."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -62,7 +62,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3` or `ranks 0-2,5`."""
+    """Return `rank 3` or `ranks 0-2,5`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
@@ -71,26 +71,26 @@ class _Keys:
 
     def __init__(self, meeting: str) -> None:
         self.meeting = meeting
-        self.arrived = f"{meeting}/arrived"  # how many contributors have come
+        self.arrived = f"{meeting}/arrived"  # number of contributors that have arrived
         self.verdict = f"{meeting}/verdict"  # set once
-        self.read = f"{meeting}/read"  # how many ranks are done with it
-        self.gave_up = f"{meeting}/gave_up"  # how many ranks ran out of time
+        self.read = f"{meeting}/read"  # number of ranks that have left
+        self.gave_up = f"{meeting}/gave_up"  # number of ranks that timed out
 
     def arrival(self, rank: int) -> str:
         return f"{self.meeting}/arrival/{rank}"
 
 
 class Meetings:
-    """The meetings of `ranks` one after the other, as `rank` (one of them) sees them.
+    """The successive meetings of `ranks`, from the side of `rank`, which is one of them.
 
-    Every rank must make its own from the same `ranks` and `run` over the same store. `run` keeps apart
-    jobs that use one store one after the other (elastic restarts). Not for use by two threads at once.
+    Every rank must create its own object from the same `ranks` and `run` over the same store. `run` distinguishes
+    jobs that use one store one after the other (elastic restarts). Not thread-safe.
     """
 
     def __init__(
         self, store: dist.Store | Callable[[], dist.Store], rank: int, ranks: Sequence[int], run: str = ""
     ) -> None:
-        """store: or what connects to it, called at the first meeting."""
+        """store: a store, or a function that connects to it, called at the first meeting."""
         self.ranks = tuple(sorted(set(ranks)))
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not one of the ranks that meet: {format_ranks(self.ranks)}")
@@ -99,7 +99,7 @@ class Meetings:
         members = hashlib.sha256(repr((run, self.ranks)).encode()).hexdigest()[:16]
         self._prefix = f"overlapc/{members}"
         self._held = 0
-        self._open: _Keys | None = None  # entered and not left: where a failure is to be told
+        self._open: _Keys | None = None  # the meeting that was entered and not left: a failure is published there
         self._last_full = ""
 
     @phase("rank agreement")
@@ -112,13 +112,13 @@ class Meetings:
         contributors: Sequence[int] | None = None,
         notes: Notes = MappingProxyType({}),
     ) -> bytes:
-        """Brings `brought` to the next meeting and returns its decision, the same on every rank.
+        """Contribute `brought` to the next meeting and return its decision, which is the same on every rank.
 
-        at: what this meeting is about ("compilation 2 (forward), graph"); must be equal on all ranks.
-        contributors: the ranks that bring something (default: all); the others only wait for the verdict.
-        notes: possible reasons for coming to different meetings.
-        RanksDisagree, with the same text on every rank: ranks came for different things, a rank did not
-        come within `timeout_s`, a rank failed, or `decide` returned an error.
+        at: the subject of this meeting ("compilation 2 (forward), graph"); must be equal on all ranks.
+        contributors: the ranks that contribute (default: all); the others only wait for the verdict.
+        notes: possible reasons why ranks have different subjects; an error shows those that differ.
+        Raise RanksDisagree, with the same text on every rank, if the ranks have different subjects, if a rank does not
+        arrive within `timeout_s`, if a rank fails, or if `decide` raises it.
         """
         awaited = self.ranks if contributors is None else tuple(contributors)
         if len(self.ranks) == 1:
@@ -157,9 +157,9 @@ class Meetings:
         return verdict[1:]
 
     def fail(self, reason: str) -> None:
-        """Tells the ranks to stop, and why: at the meeting this rank is in, otherwise at the next.
+        """Make all ranks stop with this reason, at the meeting that this rank is in, else at the next one.
 
-        Never raises if the store does not answer: the caller is about to raise an error.
+        No error is raised if the store does not answer, because the caller is about to raise one.
         """
         if len(self.ranks) == 1:
             return
@@ -177,11 +177,11 @@ class Meetings:
         return _Keys(f"{self._prefix}/{self._held}")
 
     def _publish(self, keys: _Keys, verdict: bytes) -> bytes:
-        """Sets the verdict unless there is one; returns the one that is set."""
+        """Set the verdict unless it is set already; return the verdict that is set."""
         return self._store.compare_set(keys.verdict, verdict)
 
     def _close(self, keys: _Keys, awaited: Sequence[int], decide: Decide) -> None:
-        """All have arrived: decide and publish."""
+        """Decide and publish the verdict; all contributors have arrived."""
         try:
             values = self._store.multi_get([keys.arrival(rank) for rank in awaited])
             verdict = _AGREED + decide(_same_place(dict(zip(awaited, values, strict=True))))
@@ -193,8 +193,8 @@ class Meetings:
         self._publish(keys, verdict)
 
     def _wait(self, keys: _Keys, awaited: Sequence[int], deadline_s: float) -> bytes | None:
-        """The verdict, or None when there is none by `deadline_s` (time.monotonic), or will be none."""
-        came: set[int] = set()  # before they ended
+        """Return the verdict, or None if there is none by `deadline_s` (time.monotonic) or a contributor has ended."""
+        came: set[int] = set()  # ranks that arrived before they ended
         stop = (lambda: not departed(awaited).keys() <= came) if is_watched() else None
         while True:
             left_s = deadline_s - time.monotonic()
@@ -206,21 +206,21 @@ class Meetings:
             came |= ended
 
     def _ended(self, keys: _Keys, awaited: Sequence[int]) -> dict[int, str]:
-        """The ranks that cannot come to this meeting because they have ended, and how they ended."""
+        """Return the ranks that ended before they arrived at this meeting, and how they ended."""
         ended = departed(awaited)
         return {rank: how for rank, how in ended.items() if not self._store.check(keys.arrival(rank))}
 
     def _give_up(
         self, keys: _Keys, at: str, awaited: Sequence[int], decide: Decide, timeout_s: float, notes: Notes
     ) -> bytes:
-        """After the timeout: the first rank here finds out which ranks are missing, the others wait for its verdict."""
+        """Return a verdict after the timeout: the first rank here determines the missing ranks, the others wait."""
         if self._store.add(keys.gave_up, 1) > 1:
             verdict = self._wait(keys, (), time.monotonic() + _GRACE_S)
             if verdict is not None:
                 return verdict
         missing = [rank for rank in awaited if not self._store.check(keys.arrival(rank))]
         ended = self._ended(keys, awaited)
-        if not missing:  # the last to arrive died before it could decide, or has not yet
+        if not missing:  # the last rank to arrive died before it decided, or has not decided yet
             self._close(keys, awaited, decide)
         else:
             here = [rank for rank in awaited if rank not in set(missing)]
@@ -243,7 +243,7 @@ class Meetings:
 
 
 def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
-    """The contributions by rank; RanksDisagree if the ranks are at different points."""
+    """Return the contributions by rank. Raise RanksDisagree if the subjects of the ranks differ."""
     brought: dict[int, bytes] = {}
     notes: dict[int, Notes] = {}
     places: dict[str, list[int]] = {}
@@ -262,7 +262,7 @@ def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
 
 
 def differences(notes: Mapping[int, Notes]) -> list[str]:
-    """Lines about notes in which ranks differ, below a heading; empty if all notes are equal."""
+    """Return lines about the notes in which ranks differ, below a heading; empty if all notes are equal."""
     lines = []
     for name in sorted({name for noted in notes.values() for name in noted}):
         by_value: dict[str, list[int]] = {}

@@ -6,8 +6,8 @@
         ...
         ranks.agree_on_order(collectives_in_order)
 
-Ranks compare hashes; the texts travel only when hashes differ, one of each kind, to name the first
-difference. An exception that leaves the `with` block stops the other ranks at once and tells them why.
+Ranks compare hashes. Only if hashes differ are texts exchanged, one for each hash, to show the first
+difference. An exception that leaves the `with` block stops the other ranks at once, with that reason.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from overlapc.estimators.profiles.profile_file import profile_from_json, profile
 
 __all__ = ["GraphAgreement", "Peers", "canonical_lines", "peers_of", "spanned_ranks"]
 
-_SHOWN_VARIANTS = 4  # of texts that differ; more are counted
-_SHOWN_CHARS = 200  # of a line
+_SHOWN_VARIANTS = 4  # different texts that an error shows; further ones are only counted
+_SHOWN_CHARS = 200  # characters of a line that an error shows
 _SAME_CODE = (
     "every rank must run the same model code on inputs of the same kinds; look for branches on the rank, and for a"
     " batch of 0 or 1 on some ranks alone, which torch traces by itself (drop_last, or pad it)"
@@ -50,29 +50,32 @@ _SAME_OPTIONS = (
 
 
 class Peers:
-    """The ranks that compile together, as one of them sees it. Counts their compilations."""
+    """The ranks that compile together, from the side of one of them. Counts their compilations."""
 
     def __init__(
         self, store: dist.Store | Callable[[], dist.Store], rank: int, ranks: Iterable[int], run: str = ""
     ) -> None:
-        """`run` tells apart jobs over one store, such as elastic restarts; equal on all ranks."""
+        """run: distinguishes jobs over one store, such as elastic restarts; must be equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
-        self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> of each of its graphs, by age
-        self.newest_frame = -1  # Dynamo's number of the function that was compiled first for the last time
+        self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> entry of each of its graphs, by age
+        self.newest_frame = -1  # Dynamo's number of the latest function that was compiled for the first time
         self._compilations = itertools.count(1)
 
     def agreement(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> GraphAgreement:
-        """Rank agreement for the next graph. `label` ("forward") must be the same on all ranks, as must be how many
-        compilations there are. `timeout_s` is how long a rank waits for others at each point. `notes` is what an error
-        says of this rank, if ranks differ in it."""
+        """Return the rank agreement for the next graph. All ranks must call this the same number of times.
+
+        label: kind of graph ("forward"); must be equal on all ranks.
+        timeout_s: how long a rank waits for the others at each point.
+        notes: facts about this rank that an error shows if ranks differ in them.
+        """
         return GraphAgreement(self.meetings, f"compilation {next(self._compilations)} ({label})", timeout_s, notes)
 
 
 class GraphAgreement:
-    """What ranks agree on while they compile one graph; all ranks must call the same methods in the same order.
+    """Rank agreement for one graph; all ranks must call the same methods in the same order.
 
-    Every method returns at the same point on all ranks, or raises RanksDisagree with the same text on
-    all of them: different contents, different points, a missing rank, or a rank that failed.
+    Every method either returns on all ranks or raises RanksDisagree with the same text on all of them, because of
+    different contents, different points, a missing rank, or a rank that failed.
     """
 
     def __init__(self, meetings: Meetings, name: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> None:
@@ -91,7 +94,7 @@ class GraphAgreement:
             self.fail(f"{type(error).__name__}: {error}")
 
     def fail(self, reason: str) -> None:
-        """Stop the other ranks at their next or present meeting: this rank cannot go on."""
+        """Stop the other ranks at their present or next meeting, because this rank cannot continue."""
         first_line = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         self._meetings.fail(
             f"rank {self._meetings.rank} failed in {self.name}: {first_line}"
@@ -99,22 +102,22 @@ class GraphAgreement:
         )
 
     def agree_on_graph(self, lines: Sequence[str], kept: str = "") -> bool:
-        """All ranks compile the graph that `lines` (see canonical_lines) describe.
+        """Raise RanksDisagree unless all ranks compile the graph that `lines` (see canonical_lines) describe.
 
-        kept: what this rank has of it from an earlier compilation, as a hash, "" for nothing. True if all have the
-        same: then they may all use that, and must agree on nothing more.
+        kept: a hash of this rank's cached compilation of the graph; "" if it has none. Return True if all ranks have
+        the same: then all may use it, and need no further agreement.
         """
         same = self._agree("graph", "ranks compile different graphs", lines, kept.encode(), _common, _SAME_CODE)
         return bool(same)
 
     def agree_on_order(self, lines: Sequence[str]) -> None:
-        """All ranks will issue the collectives that `lines` describe, one a line, in this order."""
+        """Raise RanksDisagree unless all ranks issue the same collectives, one for each of `lines`, in this order."""
         self._agree("order of collectives", "ranks would issue collectives in different orders", lines)
 
     def agree_on_medians(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The median over ranks of each value, bit for bit the same on every rank; names must be equal on all.
+        """Return the median over ranks of each value, bitwise equal on every rank; names must be equal on all ranks.
 
-        ValueError for a value that is not finite.
+        Raise ValueError for a value that is not finite.
         """
         for name, value in values.items():
             if not math.isfinite(value):
@@ -122,14 +125,14 @@ class GraphAgreement:
         return self._agree_on_numbers("estimates", "ranks estimated different things", values, np.median)
 
     def agree_on_largest(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The largest over ranks of each size, which is less than 2^53; names must be equal on all."""
+        """Return the maximum over ranks of each size; sizes must be less than 2^53, and names equal on all ranks."""
         largest = self._agree_on_numbers("sizes", "ranks have different buffers", sizes, np.max)
         return {name: int(size) for name, size in largest.items()}
 
     def _agree_on_numbers(
         self, stage: str, what: str, values: Mapping[str, float], reduce: Callable[..., Any]
     ) -> dict[str, float]:
-        """`reduce` over ranks of each value; np.median or its like, which takes an axis."""
+        """Return each value reduced over ranks by `reduce`, a function like np.median that takes an axis."""
         names = sorted(values)
         own = np.array([values[name] for name in names], dtype="<f8").tobytes()
         agreed = self._agree(stage, what, names, own, partial(_each_value, reduce))
@@ -137,7 +140,7 @@ class GraphAgreement:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(this rank's number among those that compile together, how many they are)."""
+        """(index of this rank among the ranks that compile together, number of these ranks)."""
         ranks = self._meetings.ranks
         return ranks.index(self._meetings.rank), len(ranks)
 
@@ -147,19 +150,20 @@ class GraphAgreement:
         return self._meetings.ranks
 
     def tell(self, stage: str, text: str) -> list[str]:
-        """Every rank's text at this point, in order of rank."""
+        """Exchange texts: return every rank's text at this point, in order of rank."""
         return list(json.loads(self._agree(stage, "ranks say different things", (), text.encode(), _listed)))
 
     def agree_on_tables(self, tables: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-        """For every name that some rank brings, the longest table that was brought; the same on every rank.
+        """Return, for every name that any rank has, the longest of the ranks' tables; the same on every rank.
 
-        A table is taken as a whole, as what one rank measured belongs together; of equally long ones the first rank's.
+        Tables are not merged, because times measured by one rank belong together. Of equally long tables, that of the
+        first rank is returned.
         """
         text = zlib.compress(json.dumps(tables).encode(), 1)
         return dict(json.loads(self._agree("tables", "ranks bring tables", (), text, _longest)))
 
     def agree_on_profile(self, profile: DeviceProfile) -> DeviceProfile:
-        """One profile for all ranks: the median of each of its numbers, as hosts measure different ones."""
+        """Return one profile for all ranks, with the median of each number, because hosts measure different ones."""
         data = profile_to_json(profile)
         agreed = self.agree_on_medians(dict(_numbers(data)))
         return profile_from_json(_replaced(data, agreed))
@@ -173,7 +177,7 @@ class GraphAgreement:
         combine: Callable[[Sequence[bytes]], bytes] = b"".join,
         hint: str = _SAME_OPTIONS,
     ) -> bytes:
-        """`combine` of every rank's `extra`, in order of rank, given that `lines` are equal on all ranks."""
+        """Return `combine` of every rank's `extra`, in order of rank. Raise RanksDisagree if any `lines` differ."""
         at = f"{self.name}, {stage}"
         digest = _digest(lines)
         answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s, notes=self._notes)
@@ -197,7 +201,7 @@ class GraphAgreement:
 
 
 def _digest(lines: Sequence[str]) -> bytes:
-    """64 hexadecimal digits; equal exactly for equal lines."""
+    """Return the hash of lines as 64 hexadecimal digits."""
     running = hashlib.sha256()
     for line in lines:
         running.update(line.encode())
@@ -206,7 +210,7 @@ def _digest(lines: Sequence[str]) -> bytes:
 
 
 def _compare(combine: Callable[[Sequence[bytes]], bytes], brought: Mapping[int, bytes]) -> bytes:
-    """The common digest and the combined values, or the ranks of each digest, commonest first."""
+    """Return the common digest with the combined values, or else the ranks of each digest, most frequent first."""
     by_digest: dict[bytes, list[int]] = {}
     for rank in sorted(brought):
         by_digest.setdefault(brought[rank][:64], []).append(rank)
@@ -222,12 +226,12 @@ def _compare(combine: Callable[[Sequence[bytes]], bytes], brought: Mapping[int, 
 
 
 def _common(brought: Sequence[bytes]) -> bytes:
-    """The contribution of all ranks if these are equal; else an empty one."""
+    """Return the contribution of the ranks if all are equal, else b""."""
     return brought[0] if len(set(brought)) == 1 else b""
 
 
 def _each_value(reduce: Callable[..., Any], columns: Sequence[bytes]) -> bytes:
-    """Every rank's values, in order of rank, to one row of them."""
+    """Reduce the rows of values of all ranks to one row."""
     table = np.frombuffer(b"".join(columns), dtype="<f8").reshape(len(columns), -1)
     return bytes(reduce(table, axis=0).astype("<f8").tobytes())
 
@@ -246,7 +250,7 @@ def _longest(brought: Sequence[bytes]) -> bytes:
 
 
 def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:
-    """RanksDisagree that shows the first difference from the commonest text."""
+    """Raise RanksDisagree with the first difference of each text from the most frequent one."""
     statements = {rank: json.loads(zlib.decompress(text)) for rank, text in brought.items()}
     texts = {rank: lines for rank, (_, lines) in statements.items()}
     common, *others = [(ranks, texts[ranks[0]]) for ranks in variants[:_SHOWN_VARIANTS]]
@@ -274,7 +278,7 @@ def _one_side(ranks: Sequence[int], lines: Sequence[str], index: int) -> str:
 
 
 def _numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """(path, value) of every measured number in a profile's JSON; counts and sizes are not measured."""
+    """Yield (path, value) of every float in a profile's JSON; counts and sizes are integers, which are not measured."""
     if isinstance(data, float):
         yield path, data
     elif isinstance(data, dict):
@@ -286,7 +290,7 @@ def _numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _replaced(data: Any, numbers: Mapping[str, float], path: str = "") -> Any:
-    """`data` with the numbers at their paths."""
+    """Return `data` with its floats replaced by the `numbers` at their paths."""
     if isinstance(data, float):
         return numbers[path]
     if isinstance(data, dict):
@@ -297,10 +301,10 @@ def _replaced(data: Any, numbers: Mapping[str, float], path: str = "") -> Any:
 
 
 def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
-    """The ranks that compile a graph which communicates over `groups`, the same on all of them.
+    """Return the ranks that compile a graph together whose collectives use `groups`; the same on all of these ranks.
 
-    On a device mesh every rank sees its own row and its own column; together they span the same grid. Where they
-    do not (groups that lie on no grid), all ranks of the job.
+    On a device mesh every rank knows its own row and column, which span the same grid for all of its ranks. If the
+    groups do not form a grid, return all ranks of the job.
     """
     span = {rank}
     for group in groups:
@@ -311,7 +315,7 @@ def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> t
 
 
 class _Process:
-    """This process's `Peers`, whose counts go on from one compilation to the next."""
+    """This process's `Peers` objects, which count compilations over the whole job."""
 
     def __init__(self) -> None:
         self._default_store: dist.Store | None = None
@@ -332,7 +336,7 @@ class _Process:
         return self._peers[members]
 
     def _clone(self) -> dist.Store:
-        """A separate connection: each answers one request at a time, and others must not wait for this one."""
+        """Return a new connection to the store: a connection handles one request at a time, so it is not shared."""
         assert self._default_store is not None
         return connected(self._default_store)
 
@@ -346,10 +350,9 @@ _process = _Process()
 
 
 def peers_of(ranks: Iterable[int] | None = None) -> Peers:
-    """The processes that compile with this one: the global `ranks` (default: all of the job).
+    """Return the `Peers` of this process: the global `ranks` (default: all ranks of the job).
 
-    The same object for the same ranks until the default process group is made again, so that compilations are
-    counted through the job. Without a process group, or with torch's fake one, the process is alone and
-    agrees with itself.
+    The same ranks get the same object until the default process group is created again, so that compilations are
+    counted over the whole job. Without a process group, or with torch's fake one, the process is its only peer.
     """
     return _process.peers_of(ranks)

@@ -1,8 +1,8 @@
-"""A rendezvous store whose requests all end in time.
+"""A rendezvous store in which every request has a timeout.
 
-A store's client obeys its timeout in `wait` and `get` only: where the process that hosts the store is stopped, or the
-network is down, `set`, `add`, `check`, `compare_set` and `clone` wait for an answer without end. So each request is
-made in a thread of its own, and its caller waits for that thread for a limited time; Ctrl-C ends that wait, too.
+A torch store obeys its timeout in `wait` and `get` only: if the process that hosts the store is stopped, or the
+network is down, `set`, `add`, `check`, `compare_set` and `clone` wait for an answer forever. So each request runs in
+its own thread, and the caller waits for that thread for a limited time; Ctrl-C also ends that wait.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
-_GRACE_S = 5.0  # how much longer than until its deadline a request may take
-_LOOK_S = 0.1  # how often a caller looks whether it still wants to wait
-_CONNECT_S = 1.0  # for a host that neither takes nor refuses a connection
+_GRACE_S = 5.0  # time that a request may take beyond its deadline
+_LOOK_S = 0.1  # period at which a waiting caller evaluates `stop`
+_CONNECT_S = 1.0  # timeout for a host that neither accepts nor refuses a connection
 
 
 def connected(store: dist.Store) -> dist.Store:
-    """A new connection to the server of `store`.
+    """Return a new connection to the server of `store`.
 
-    DistNetworkError at once where the process that hosts it has ended: torch's client tries again until its timeout.
+    Raise DistNetworkError at once if the process that hosts it has ended; torch's client would retry until its timeout.
     """
     host = _over_tcp(store)
     if host is not None:
@@ -35,7 +35,7 @@ def connected(store: dist.Store) -> dist.Store:
             socket.create_connection((host.host, host.port), _CONNECT_S).close()
         except ConnectionRefusedError as error:
             raise dist.DistNetworkError(str(error)) from None
-        except OSError:  # out of reach, which may pass
+        except OSError:  # unreachable, perhaps only for a while
             pass
     made: dist.Store = store.clone()  # type: ignore[attr-defined]
     return made
@@ -52,34 +52,34 @@ class NoAnswer(Exception):
 
 
 class TimedStore:
-    """A store whose requests always end: with the answer, an error of the store, or NoAnswer."""
+    """A store whose requests always end, with the answer, an error of the store, or NoAnswer."""
 
     def __init__(self, store: dist.Store | Callable[[], dist.Store]) -> None:
-        """store: or what connects to it, called at the first request."""
+        """store: a store, or a function that connects to it, called at the first request."""
         self._connect = store if not isinstance(store, dist.Store) else lambda: store
         self._store = store if isinstance(store, dist.Store) else None
         self._pending: threading.Thread | None = None
         self.deadline_s = 0.0  # on the clock of time.monotonic
 
     def __str__(self) -> str:
-        """` (host:port)` of a store over TCP; empty for others."""
+        """Return ` (host:port)` for a store over TCP, else ""."""
         store = _over_tcp(self._store)
         return f" ({store.host}:{store.port})" if store is not None else ""
 
     def set(self, key: str, value: bytes) -> None:
-        """Stores this rank's value."""
+        """Store this rank's value."""
         self._ask("to take what this rank brings", lambda store: store.set(key, value))  # type: ignore[arg-type]
 
     def add(self, key: str, count: int) -> int:
-        """The sum so far, with `count`."""
+        """Add `count` to the counter and return the sum."""
         return self._ask("to count this rank", lambda store: store.add(key, count))
 
     def check(self, key: str) -> bool:
-        """Whether there is something under the key."""
+        """Whether the key exists."""
         return self._ask("whether a rank has come", lambda store: store.check([key]))
 
     def wait(self, key: str, seconds: float, stop: Callable[[], bool] | None = None) -> bool:
-        """Whether there is something under the key within `seconds`. False, too, as soon as `stop` says so."""
+        """Wait until the key exists. Return False if it does not within `seconds`, or once `stop` returns True."""
         try:
             waits = timedelta(seconds=max(seconds, 0.001))
             self._ask("for the verdict", lambda store: store.wait([key], waits), stop)
@@ -92,27 +92,27 @@ class TimedStore:
         return True
 
     def get(self, key: str) -> bytes:
-        """The value under the key."""
+        """Return the value of the key."""
         return self._ask("for the verdict", lambda store: store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The value under each key."""
+        """Return the value of each key."""
         return self._ask("for what the ranks bring", lambda store: store.multi_get(list(keys)))
 
     def compare_set(self, key: str, value: bytes) -> bytes:
-        """Sets `value` unless the key has one; returns the key's value."""
+        """Set `value` unless the key has a value; return the key's value."""
         purpose = "to take the verdict"
         return self._ask(purpose, lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]
 
     def delete_key(self, key: str) -> None:
-        """Removes the key."""
+        """Delete the key."""
         self._ask("to forget the meeting", lambda store: store.delete_key(key))
 
     def _ask(
         self, purpose: str, request: Callable[[dist.Store], Result], stop: Callable[[], bool] | None = None
     ) -> Result:
         if self._pending is not None and self._pending.is_alive():
-            # A caller gave that request up, which still holds the connection.
+            # A caller stopped waiting for that request, which still occupies the connection.
             assert self._store is not None
             self._store = self._in_thread("to take another connection", partial(connected, self._store), None)
         if self._store is None:
@@ -123,7 +123,7 @@ class TimedStore:
         return self._in_thread(purpose, lambda: request(store), stop)
 
     def _in_thread(self, purpose: str, request: Callable[[], Result], stop: Callable[[], bool] | None) -> Result:
-        """The result of `request()` in another thread, which ends with the request, or with the process."""
+        """Run `request()` in another thread, which ends with the request or with the process; return its result."""
         results: list[Result] = []
         errors: list[BaseException] = []
 
@@ -152,4 +152,4 @@ class TimedStore:
 
 
 class _Stopped(Exception):
-    """The caller no longer wants an answer."""
+    """`stop` returned True while a request was waiting."""

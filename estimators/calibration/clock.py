@@ -1,7 +1,7 @@
-"""One interface for timing on a CPU and on a GPU, so that code which measures GPUs can be tested without one.
+"""One timing interface for CPUs and GPUs, so that code which measures GPUs can be tested without one.
 
-On a GPU the launches of a measurement are queued behind a wait on the device, and times are taken between marks on
-its streams: the host's time to launch is hidden. On a CPU a mark is the time at which it was made.
+On a GPU the launches of a measurement are queued behind a busy kernel, and times are taken between events on
+its streams, so the host's launch time is hidden. On a CPU a mark is the time at which it was made.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-Launch = Callable[[], dist.Work]  # puts one collective in flight
-_CYCLES_PER_S = 2e9  # of a GPU's clock, or a little more, so that holds are long enough
+Launch = Callable[[], dist.Work]  # launches one collective
+_CYCLES_PER_S = 2e9  # at least the clock rate of a GPU, so that delays are long enough
 _MOST_HELD_S = 0.2
-_SPAN_S = 0.01  # how much compute one sample should hold
-_PAUSE_S = 0.03  # before a burst: at less than half the load a GPU's clock stays where it was
-_MOST_CALLS = 100  # in one sample; a GPU's queue of launches holds about a thousand
+_SPAN_S = 0.01  # intended compute time of one sample
+_PAUSE_S = 0.03  # before a burst: at less than half load a GPU does not lower its clock
+_MOST_CALLS = 100  # in one sample; a GPU's launch queue holds about a thousand
 
 
 class Clock(Protocol):
-    """Marks points in the sequence of launches. Marks may be compared after `sync`."""
+    """Marks points in time in the sequence of launches. Marks may be compared after `sync`."""
 
     @property
     def queued(self) -> bool:
-        """Whether launches return at once and run in order behind each other."""
+        """Whether launches are asynchronous and run in order on a queue."""
         ...
 
     def hold(self, host_s: float) -> None:
-        """Delays everything launched from now on until the host has had `host_s` seconds to launch it."""
+        """Delay all later launches on the device, so that the host has `host_s` seconds to queue them."""
         ...
 
     def idle(self, seconds: float) -> None:
-        """Keeps the device idle for about so long, after everything launched so far."""
+        """Keep the device idle for about `seconds`, after everything launched so far."""
         ...
 
     def mark(self) -> Any:
-        """The moment at which everything launched so far on the compute stream is done."""
+        """Return a mark for the moment at which all earlier launches on the compute stream are done."""
         ...
 
     def mark_when_done(self, work: dist.Work) -> Any:
-        """The moment at which `work` is done, wherever the compute stream is by then."""
+        """Return a mark for the moment at which `work` is done, independent of the compute stream."""
         ...
 
     def between_ns(self, earlier: Any, later: Any) -> float:
-        """Time from one mark to another."""
+        """Return the time from one mark to another, in ns."""
         ...
 
     def sync(self) -> None:
@@ -56,7 +56,7 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """Calls return when they are done; gloo's collectives run on threads of their own."""
+    """The clock of a CPU: calls are synchronous; gloo's collectives run on other threads."""
 
     queued = False
 
@@ -76,7 +76,7 @@ class CpuClock:
 
     def between_ns(self, earlier: list[float], later: list[float]) -> float:
         deadline = time.monotonic() + 30.0
-        while not later and time.monotonic() < deadline:  # the callback runs just after the one who waits goes on
+        while not later and time.monotonic() < deadline:  # the callback may run shortly after a waiting thread resumes
             time.sleep(1e-4)
         return (later[0] - earlier[0]) * 1e9
 
@@ -85,7 +85,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """CUDA events, on the current stream by default."""
+    """The clock of a CUDA device: marks are events, on the current stream by default."""
 
     queued = True
 
@@ -116,25 +116,25 @@ class CudaClock:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of a device's cache; 0 for a CPU, whose caches do not matter here."""
+    """Return the size of a GPU's L2 cache in bytes; 0 for a CPU, whose caches do not matter here."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device's streams, or of the host."""
+    """Return the clock for a device."""
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
 def burst_ns(clock: Clock, call: Callable[[], Any]) -> float:
-    """Time of one call in a short burst after a pause: a GPU's clock stays where it is without load."""
+    """Return the ns of one call in a short burst after a pause, during which a GPU keeps its clock without load."""
     time.sleep(_PAUSE_S)
     return compute_ns(clock, call, rounds=1)
 
 
 def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3, ahead: Callable[[], Any] | None = None) -> float:
-    """Time of one call among others like it, launches hidden: the median of `rounds` samples.
+    """Return the ns of one call in a sequence of equal calls with hidden launches: the median of `rounds` samples.
 
-    ahead: launches work that runs right before each sample, long enough to hide the launches.
+    ahead: launches work that runs right before each sample and is long enough to hide the launches.
     """
     call()
     clock.sync()
@@ -159,10 +159,10 @@ def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3, ahead: Ca
 
 
 def collective_ns(clock: Clock, launch: Launch, calls: int, rounds: int = 3) -> float:
-    """Time of one collective among `calls` launched back to back, after one at which ranks meet.
+    """Return the ns of one of `calls` collectives launched back to back, after one that synchronizes the ranks.
 
-    Every rank must ask for the same `calls` and `rounds`. Where collectives are not queued (gloo) each is waited for.
-    Of queued ones the least sample counts: a host that stalls, on whichever rank, can only add to the time of all.
+    Every rank must pass the same `calls` and `rounds`. Collectives that are not queued (gloo) are waited for singly.
+    For queued ones the smallest sample counts, because a stall of any rank's host only lengthens the time of all.
     """
     launch().wait()
     clock.sync()
@@ -189,9 +189,9 @@ def collective_ns(clock: Clock, launch: Launch, calls: int, rounds: int = 3) -> 
 def beside_ns(
     clock: Clock, launch: Launch, launches: int, call: Callable[[], Any], calls: int, rounds: int = 3
 ) -> tuple[float, float]:
-    """(time of one call, time of one collective) when `launches` and `calls` run beside each other.
+    """Return the ns of one call and of one collective while `calls` calls and `launches` collectives overlap.
 
-    Only the one that is done first ran beside the other all the time.
+    Only the side that finishes first was overlapped for its whole duration.
     """
     computing, communicating = [], []
     for each in range(rounds + 1):  # the first warms up
@@ -212,7 +212,7 @@ def beside_ns(
 
 
 def launch_ns(clock: Clock, call: Callable[[], Any], launches: int = 1, rounds: int = 5) -> float:
-    """Host time of one of the `launches` that a call makes."""
+    """Return the host time in ns of one launch, for a call that makes `launches` of them."""
     call()
     clock.sync()
     samples = []
@@ -228,6 +228,6 @@ def launch_ns(clock: Clock, call: Callable[[], Any], launches: int = 1, rounds: 
 
 
 def wait_all(works: Sequence[dist.Work]) -> None:
-    """Blocks until each is done."""
+    """Block until all of `works` are done."""
     for work in works:
         work.wait()

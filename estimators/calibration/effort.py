@@ -1,4 +1,4 @@
-"""How much `overlapc calibrate` measures: sizes of all workloads."""
+"""The sizes of the workloads that `overlapc calibrate` and the first compilation for a CPU measure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from overlapc.schedule.collective_kinds import NAMES
 
-MEASURING_S = 120.0  # longest that measuring a CPU on first use may take
+MEASURING_S = 120.0  # time limit for measuring a CPU on first use
 MIB = 2**20
 _LLAMA_LAYER = (4096, 16 * MIB, 4 * MIB, 4 * MIB, 16 * MIB, 4096, 56 * MIB, 56 * MIB, 56 * MIB)  # elements, 8B shape
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Causal attention of `heads` queries that share `kv_heads` keys and values."""
+    """Causal attention with `heads` query heads that share `kv_heads` key and value heads."""
 
     batch: int
     heads: int
@@ -24,40 +24,40 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """Of the forward, as the estimators count: causal attention like any other."""
+        """FLOPs of the forward as the estimators count them, which is without the causal mask."""
         return 4 * self.batch * self.heads * self.seq * self.seq * self.width
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Which sizes to measure."""
+    """The sizes to measure."""
 
     matmuls: Mapping[str, Sequence[tuple[int, int, int]]]  # dtype -> (rows, inner, columns)
     copy_bytes: int
     collectives: Sequence[str]
     collective_bytes: Sequence[int]
     collective_dtypes: Sequence[str]
-    beside_bytes: int  # of collectives, and of copies, that run beside something
+    beside_bytes: int  # of collectives and copies that are measured with overlap
     beside_matmul: tuple[int, int, int]
     attention: Mapping[str, Sequence[AttentionShape]] = field(default_factory=dict)
-    # On a GPU contention depends on how a matmul's tiles fill the device: shapes of one wave, of few and of many.
+    # On a GPU contention depends on how a matmul's tiles fill the device: shapes with one, few and many waves.
     beside_matmuls: Sequence[tuple[int, int, int]] = ()
     beside_moved: Sequence[int] = ()  # bytes that memory-bound kernels read and write
     beside_attention: AttentionShape | None = None
-    channels: Sequence[int] = ()  # process groups of so many channels are measured too
+    channels: Sequence[int] = ()  # process groups with these numbers of channels are measured, too
     layer: Sequence[int] = ()  # elements of the tensors that a coalesced collective moves
     generated_bytes: Sequence[int] = ()  # read and written by a generated kernel
-    # Of matmuls right before each matmul and attention that is measured: in short bursts an H200 reached 814 TFLOP/s,
-    # under the load of a training step 740, back to back 712.
+    # Duration of the matmuls that run right before each measured matmul and attention: an H200 reached 814 TFLOP/s in
+    # short bursts, 740 under the load of a training step, 712 back to back.
     load_s: float = 0.0
-    burst_matmuls: Sequence[tuple[int, int, int]] = ()  # measured in short bursts, too, in bf16
-    heat_matmuls: Sequence[tuple[int, int, int]] = ()  # of a transformer's layer, in bf16
-    heat_idle: Sequence[float] = ()  # pauses behind such a layer, as parts of the time that it takes
-    heat_bytes: int = 0  # of each of two collectives in such a pause
+    burst_matmuls: Sequence[tuple[int, int, int]] = ()  # also measured in short bursts, in bf16
+    heat_matmuls: Sequence[tuple[int, int, int]] = ()  # of a transformer layer, in bf16
+    heat_idle: Sequence[float] = ()  # pauses after such a layer, as fractions of the layer's time
+    heat_bytes: int = 0  # of each of the two collectives in such a pause
 
     @classmethod
     def quick(cls) -> Effort:
-        """About ten seconds on two cores: for the automatic measurement at the first compilation for a CPU."""
+        """Return sizes for the automatic measurement at the first compilation for a CPU, ten seconds on two cores."""
         return cls(
             matmuls={"fp32": [(512, 512, 512)], "bf16": [(512, 512, 512)]},
             copy_bytes=32 * MIB,
@@ -70,7 +70,7 @@ class Effort:
 
     @classmethod
     def cpu(cls) -> Effort:
-        """The sizes that `overlapc calibrate` measures on a CPU."""
+        """Return the sizes that `overlapc calibrate` measures on a CPU."""
         squares = [(size, size, size) for size in (64, 128, 256, 512, 1024)]
         return cls(
             matmuls={"fp32": squares, "bf16": squares},
@@ -87,7 +87,7 @@ class Effort:
 
     @classmethod
     def gpu(cls) -> Effort:
-        """The sizes that `overlapc calibrate` measures on a GPU: transformers from small to Llama-8B and above."""
+        """Return the sizes that `overlapc calibrate` measures on a GPU: transformers up to Llama-8B and above."""
         bf16 = [(size, size, size) for size in (256, 512, 1024, 2048)]
         for rows in (1024, 4096):
             bf16 += [(rows, 4096, 1024), (rows, 4096, 4096), (rows, 4096, 14336), (rows, 14336, 4096)]
@@ -99,7 +99,7 @@ class Effort:
             collectives=NAMES,
             collective_bytes=[2**power for power in range(16, 31, 2)],
             collective_dtypes=("bf16", "fp32"),
-            # Longer than what runs beside them: a collective that comes while a kernel runs waits for its last wave.
+            # Longer than the overlapping compute, because a collective issued during a kernel waits for its last wave.
             beside_bytes=2048 * MIB,
             beside_matmul=(8192, 4096, 14336),
             beside_matmuls=[(4096, 4096, columns) for columns in (1024, 2048, 4096, 7168, 14336, 32768)],

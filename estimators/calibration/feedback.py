@@ -1,12 +1,11 @@
-"""Prediction errors fed back into a device profile, which improves the next prediction.
+"""Fits a device profile to measured nodes, which improves later predictions.
 
-From nodes that ran, four parts of a profile are fitted, one after the other: tables of collectives, rates of generated
-kernels, rates of library calls (matmuls, attention), and what compute and collectives that run at once cost each other.
-A part is kept only if, fitted to one half of the nodes, it brings the prediction of the other half nearer; it is then
-fitted to all of them.
+Four parts of a profile are fitted one after the other: tables of collectives, rates of generated kernels, rates of
+library calls (matmuls, attention), and contention between compute and collectives. A part is accepted only if fitting
+it to one half of the nodes improves the predictions of the other half; it is then fitted to all nodes.
 
-Everything is a median over nodes of one kind and size, at least `MIN_NODES` of them, and nothing changes by more than
-`MOST_FACTOR`: what is further off has another reason than a number in the profile.
+Every fitted number is a median over at least `MIN_NODES` nodes of one kind and size, and changes by at most
+`MOST_FACTOR`: a larger error has another cause than a number in the profile.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class ProfileChange:
     parameter: str
     before: float | None  # None: the profile had none
     after: float
-    nodes: int  # that it was fitted to
+    nodes: int  # number of nodes that it was fitted to
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """How far half of the nodes of a kind are off at most, as a share of the prediction, before and after."""
+    """The median relative error of the predictions for a kind of nodes, before and after."""
 
     kind: str
     nodes: int
@@ -58,15 +57,15 @@ class Feedback:
 
     profile: DeviceProfile
     changes: tuple[ProfileChange, ...]
-    errors: tuple[Error, ...]  # of nodes held out, by the profile fitted to the others
-    refused: tuple[str, ...]  # parts that brought nothing nearer
+    errors: tuple[Error, ...]  # of held-out nodes, predicted with a profile fitted to the other nodes
+    refused: tuple[str, ...]  # parts whose fit did not improve predictions
 
 
 _Fit = Callable[[DeviceProfile, Sequence[ObservedNode]], tuple[DeviceProfile, list[ProfileChange]]]
 
 
 def feed_back(profile: DeviceProfile, runs: Sequence[Run]) -> Feedback:
-    """`profile` fitted to runs. Quantities that the runs say nothing about stay."""
+    """Fit `profile` to runs. Quantities that no measured node depends on stay unchanged."""
     now, tried = profile, profile
     changes: list[ProfileChange] = []
     refused = []
@@ -91,7 +90,7 @@ def feed_back(profile: DeviceProfile, runs: Sequence[Run]) -> Feedback:
 
 
 def _halves(seen: Sequence[ObservedNode]) -> tuple[list[ObservedNode], list[ObservedNode]]:
-    """Every other node of each kind, and the others."""
+    """Divide the nodes of each kind alternately into two halves."""
     by_kind: dict[str, list[ObservedNode]] = defaultdict(list)
     for each in seen:
         by_kind[each.kind].append(each)
@@ -102,7 +101,7 @@ def _halves(seen: Sequence[ObservedNode]) -> tuple[list[ObservedNode], list[Obse
 
 
 def _sum_off(seen: Sequence[ObservedNode], kinds: set[str]) -> float:
-    """Medians by kind, added up."""
+    """Return the sum over `kinds` of the median error."""
     return sum(median(offs) for kind in kinds if (offs := [each.off for each in seen if each.kind == kind]))
 
 
@@ -170,11 +169,14 @@ def _fit_curves(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tuple[D
 def _fit_points(
     name: str, points: Sequence[tuple[int, float]], sized: Sequence[tuple[int, ObservedNode]]
 ) -> tuple[list[tuple[int, float]], list[ProfileChange]]:
-    """(size, ns) with a point at each size that was seen often enough; points between are off by what these are."""
+    """Return (size, ns) points fitted to measured nodes, and the changes.
+
+    There is a point at every size with enough nodes. Earlier points between these are scaled by the interpolated ratio.
+    """
     bins: dict[int, list[tuple[int, ObservedNode]]] = defaultdict(list)
     for size, each in sized:
         bins[_bin(size)].append((size, each))
-    ratios: list[tuple[int, float]] = []  # size, seen over predicted
+    ratios: list[tuple[int, float]] = []  # size, measured / predicted
     fitted: dict[int, float] = {}
     changes = []
     for _, members in sorted(bins.items()):
@@ -195,7 +197,7 @@ def _fit_points(
     for size, ns in points:
         if least < size < most:
             fitted.setdefault(size, ns * _between(ratios, size))
-        elif _bin(size) not in ends:  # a point so near to what was seen would contradict it
+        elif _bin(size) not in ends:  # an old point this near to a fitted one would contradict it
             fitted[size] = ns
     return sorted(fitted.items()), changes
 
@@ -205,7 +207,7 @@ def _bin(size: int) -> int:
 
 
 def _between(points: Sequence[tuple[int, float]], size: int) -> float:
-    """Interpolated evenly in the logarithm of the size, which lies between the first and the last."""
+    """Interpolate in the logarithm of `size`, which must lie between the first and the last point."""
     for (low, low_value), (high, high_value) in itertools.pairwise(points):
         if low <= size <= high:
             share = math.log(size / low) / math.log(high / low)
@@ -247,7 +249,7 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tup
 
 
 def _field(each: ObservedNode, slowdown: Slowdown, profile: DeviceProfile) -> str:
-    """The field of `Slowdown` that a node's time depends on."""
+    """Return the field of `Slowdown` that a node's time depends on."""
     assert each.load is not None
     if each.node.comm is not None:
         return "own_memory" if each.load.kind is ComputeKind.MEMORY else "own_matmul"
@@ -263,10 +265,10 @@ def _field(each: ObservedNode, slowdown: Slowdown, profile: DeviceProfile) -> st
 def _fitted(
     name: str, before: float | None, members: Sequence[ObservedNode], slowdown: Slowdown, profile: DeviceProfile
 ) -> float | None:
-    """The field that explains the times best; None if nothing within bounds does."""
+    """Return the value of a `Slowdown` field that fits the times best; None if no plausible value does."""
     slowed = [each.measured_ns / each.alone_ns for each in members]
     if name.startswith("own"):
-        # What it ran beside changes while it runs, so the simulated time is scaled.
+        # The compute beside a collective changes while it runs, so the simulated time is scaled.
         usual = before or profile.collective_slowdown
         return _in_time(usual * median(each.measured_ns / each.predicted_ns for each in members))
     if name != "multiprocessors":
@@ -282,13 +284,13 @@ def _fitted(
 
 
 def _common_factor(members: Sequence[ObservedNode], slowdown: Slowdown, profile: DeviceProfile) -> float | None:
-    """The factor by which all points of a curve are off; None if it is implausible."""
+    """Return the median ratio of measured to predicted slowdown, by which a curve is scaled; None if implausible."""
     factor = median(each.measured_ns / each.alone_ns / _beside(each, slowdown, profile) for each in members)
     return factor if 1 / MOST_FACTOR <= factor <= MOST_FACTOR else None
 
 
 def _beside(each: ObservedNode, slowdown: Slowdown, profile: DeviceProfile) -> float:
-    """How much longer compute takes beside its collective if that slows it so."""
+    """Return the predicted slowdown factor of a compute node beside its collective, given that `slowdown`."""
     assert each.load is not None
     assert each.overlapping is not None
     beside = Node("beside", Kind.START, each.overlapping.collective, comm=each.overlapping)
@@ -300,7 +302,7 @@ def _in_time(factor: float) -> float | None:
 
 
 def provenance(feedback: Feedback, source: str) -> list[dict[str, Any]]:
-    """The changes as a profile file states them."""
+    """Return the changes in the form of a profile file."""
     return [
         {
             "parameter": each.parameter,

@@ -1,4 +1,4 @@
-"""The link that best explains measured collectives: bandwidth, latency, and two protocols."""
+"""Fits a link (bandwidth, latency, two protocols) to measured times of collectives."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from overlapc.estimators.nccl import ring_or_tree_ns
 from overlapc.schedule.model import Comm
 
 _ROUNDS = 400
-_LEAST_STEP = 0.02  # of the floor
-_NEAR = 0.2  # errors beyond this count four times
+_LEAST_STEP = 0.02  # smallest time of a ring step, as a fraction of the floor
+_NEAR = 0.2  # the part of an error above this counts four times
 
 
 @dataclass(frozen=True)
 class Fit:
-    """floor_ns: what any collective takes. Other times are beyond it."""
+    """A fitted link. The link's times come on top of `floor_ns`."""
 
-    floor_ns: float
+    floor_ns: float  # time that every collective takes at least
     link: Link
 
 
 def fit(tables: Sequence[Table]) -> Fit:
-    """The least sum of errors by descent along one parameter at a time; errors are of the logarithm of times.
+    """Minimize the sum of errors of the logarithm of times by coordinate descent.
 
-    Starts from the largest gather's bandwidth and the shortest time of all. ValueError without a measured gather.
+    The start is the bandwidth of the largest all-gather and the shortest of all times. Raise ValueError if no
+    all-gather was measured.
     """
     gathers = [(size, ns, t.ranks) for t in tables if t.collective == "all_gather" for size, ns in t.points]
     if not gathers:
         raise ValueError("no gather was measured")
     size, ns, ranks = max(gathers)
     shortest_ns = min(ns for table in tables for _, ns in table.points)
-    # bytes/s; floor; share, base and step of the quick protocol; base and step of the wide one
+    # bytes/s; floor; share, base and step of the low-latency protocol; base and step of the full-bandwidth one
     best = [size * (ranks - 1) / ranks / ns * 1e9, 0.8 * shortest_ns, 0.5, 0.1 * shortest_ns, 0.02 * shortest_ns]
     best += [shortest_ns, 0.1 * shortest_ns]
     error, step = _error(best, tables), 0.5
@@ -54,8 +55,11 @@ def fit(tables: Sequence[Table]) -> Fit:
 
 
 def fit_copies(tables: Sequence[Table]) -> Link:
-    """What copies between ranks see, by what a rank sends others: the rate between the two largest sizes, and what the
-    smallest takes beyond that. Of several tables the slowest. ValueError where no table has two sizes."""
+    """Return the link of copies between ranks, from the bytes that a rank sends to the others.
+
+    The rate is the slope between the two largest sizes, the latency the rest of the smallest size's time; with several
+    tables, the slowest rate and the longest latency. Raise ValueError if no table has two sizes.
+    """
     found = []
     for table in tables:
         if len(table.points) > 1:
@@ -70,7 +74,7 @@ def fit_copies(tables: Sequence[Table]) -> Link:
 
 def _fit_of(values: Sequence[float]) -> Fit:
     rate, floor_ns, share, base, step, wide_base, wide_step = values
-    least_ns = _LEAST_STEP * floor_ns  # groups of 2 and 4 ranks may show none; of 64 they will
+    least_ns = _LEAST_STEP * floor_ns  # groups of 2 and 4 ranks may show no time per step, but 64 ranks have one
     step, wide_step = max(step, least_ns), max(wide_step, least_ns)
     protocols = (Protocol(share, base, step), Protocol(1.0, wide_base, wide_step))
     return Fit(floor_ns, Link(rate, wide_step, protocols))

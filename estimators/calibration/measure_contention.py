@@ -1,4 +1,4 @@
-"""How much compute and collectives of all ranks slow each other, measured on every rank at the same time."""
+"""Measures contention between compute and collectives of all ranks, on every rank at the same time."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from overlapc.estimators.calibration.workloads import (
 )
 from overlapc.estimators.contention import tiles_of, waves
 
-Times = Mapping[str, tuple[float, float]]  # call -> how many times as long it, and the collective beside it, takes
+Times = Mapping[str, tuple[float, float]]  # call -> slowdown factor of the call and of the collective beside it
 
 
 @dataclass(frozen=True)
 class ContentionMeasurement:
-    """Measures `quantities` of a profile, and `facts` behind them. load: what runs before compute that is measured."""
+    """Measures `quantities` of a profile, and the `facts` that they come from."""
 
     effort: Effort
     device: torch.device
     clock: Clock
-    load: Callable[[], None] | None
+    load: Callable[[], None] | None  # launches work that runs before measured compute
     say: Callable[[str], None]
     quantities: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
 
     def measure(self) -> None:
-        """By the profiler's kernels on a GPU, else by the clock."""
+        """Measure with the profiler's kernel times on a GPU, else with the clock."""
         if self.clock.queued:
             self.by_kernel()
         else:
             self.by_clock()
 
     def by_kernel(self) -> None:
-        """On default channels, and on fewer; see profiled_contention.py."""
+        """Measure on the default number of channels, and on fewer; see profiled_contention.py."""
         slowdowns: dict[str, dict[str, Any]] = {}
-        ordinary: dict[str, tuple[float, Times]] = {}  # on default channels: ns alone, what it was measured beside
+        ordinary: dict[str, tuple[float, Times]] = {}  # on default channels: ns alone, slowdowns
         size, multiprocessors = self.effort.beside_bytes, self._multiprocessors()
         for channels in (0, *self.effort.channels):
             group = world_on(channels)
@@ -78,7 +78,7 @@ class ContentionMeasurement:
         self.quantities["multiprocessors"] = multiprocessors
 
     def of_copies(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
-        """The `Slowdown` of a collective by copies and compute on a GPU. No multiprocessor is occupied."""
+        """Return the `Slowdown` of a collective by copies and compute on a GPU. Copies occupy no multiprocessors."""
         times = self._measured(launch, alone_ns, piece_ns(launch))
         return {**slowdown_of(self.effort, self._multiprocessors(), times), "multiprocessors": 1.0}
 
@@ -86,7 +86,10 @@ class ContentionMeasurement:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def _measured(self, launch: Launch, alone_ns: float, copy_ns: float | None = None) -> Times:
-        """By call, without those that this collective never ran beside all the time. copy_ns: of each of its copies."""
+        """Return the slowdown factors by call, without calls that the collective never overlapped for their whole time.
+
+        copy_ns: time of each copy of the collective, alone; None for a collective that is a kernel.
+        """
         effort = self.effort
         calls: dict[str, Callable[[], object]] = {}
         for rows, inner, columns in effort.beside_matmuls:
@@ -106,7 +109,7 @@ class ContentionMeasurement:
             met = measured_contention(calls, calls_ns, launch, alone_ns, self.load, copy_ns)
         for name, each in met.items():
             self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
-        apart = all_agreed([each.compute is None for each in met.values()], self.device)  # all leave out the same
+        apart = all_agreed([each.compute is None for each in met.values()], self.device)  # the same calls on all ranks
         left_out = [name for name, missing in zip(met, apart, strict=True) if missing]
         if left_out:
             self.say(f"  left out, as no collective ran beside them all the time: {', '.join(left_out)}")
@@ -117,7 +120,8 @@ class ContentionMeasurement:
         }
 
     def _streaming(self, size_bytes: int) -> Callable[[], object]:
-        """Adds that read and write so many bytes of memory, not of the cache, as generated kernels are measured."""
+        """Return a call that reads and writes `size_bytes` of memory, not of the cache; generated kernels are measured
+        in the same way."""
         sets = 2 + 2 * cache_bytes(self.device) // size_bytes
         sources = [random(self.device, size_bytes // 8, dtype=torch.float32) for _ in range(sets)]
         pairs = itertools.cycle([(source, torch.empty_like(source)) for source in sources])
@@ -129,7 +133,7 @@ class ContentionMeasurement:
         return add
 
     def by_clock(self) -> None:
-        """On a CPU, where nothing waits for a kernel's last wave."""
+        """Measure on a CPU, where collectives do not wait for a kernel's last wave."""
         effort, clock, device = self.effort, self.clock, self.device
         assert dist.group.WORLD is not None
         a, b = operands(device, effort.beside_matmul, torch.float32)
@@ -137,7 +141,7 @@ class ContentionMeasurement:
         source = random(device, effort.beside_bytes // 4, dtype=torch.float32)
         target = torch.empty_like(source)
         beside = {"matmul": lambda: torch.mm(a, b, out=product), "memory": lambda: torch.add(source, 1.0, out=target)}
-        # gloo cannot say when a reduce-scatter is done; its gather stands for all collectives.
+        # gloo cannot tell when a reduce-scatter is done, so its all-gather represents all collectives.
         launch = launcher("all_gather", dist.group.WORLD, effort.beside_bytes, torch.float32, device)
         own_alone_ns = collective_ns(clock, launch, calls_for(effort.beside_bytes, clock))
         alone_ns = agreed(own_alone_ns, device)
@@ -146,7 +150,7 @@ class ContentionMeasurement:
             self.say(f"all_gather beside {kind}")
             own_call_ns = compute_ns(clock, call)
             call_ns = agreed(own_call_ns, device)
-            # The first to be done must have been overlapped all the time: the other is given twice the work.
+            # The side that is measured must be overlapped for its whole duration, so the other has twice the work.
             slowed_ns, _ = beside_ns(clock, launch, 1, call, max(1, int(alone_ns / call_ns / 2.5)))
             found[kind] = max(1.0, slowed_ns / own_call_ns)
             _, slowed_ns = beside_ns(clock, launch, 1, call, max(1, math.ceil(2 * alone_ns / call_ns)))
@@ -156,7 +160,7 @@ class ContentionMeasurement:
 
 
 def slowdown_of(effort: Effort, multiprocessors: int, times: Times) -> dict[str, Any]:
-    """A `Slowdown`. Calls may be missing; CalibrationError where all matmuls or all memory-bound kernels are."""
+    """Return a `Slowdown` as JSON. Raise CalibrationError if `times` has no matmul or no memory-bound kernel."""
     matmuls: dict[tuple[int, int, int], float] = {}
     stretched = []
     for shape in effort.beside_matmuls:
@@ -187,7 +191,7 @@ def slowdown_of(effort: Effort, multiprocessors: int, times: Times) -> dict[str,
 
 
 def mean_of(several: Sequence[Times]) -> Times:
-    """Of the calls that all have."""
+    """Return the mean factors of the calls that are in all of `several`."""
     shared = [name for name in several[0] if all(name in times for times in several)]
     return {
         name: (

@@ -1,11 +1,11 @@
-"""How load changes a device's clock: how much slower work becomes at full load, and at lower utilization.
+"""Measures how load changes a device's clock: the slowdown of work at full load, and the clock at lower utilization.
 
-A GPU that draws more power than it may lowers its clock. `throttle` says how many times as long matmuls and attention
-take under nothing but matmuls. A training step leaves a higher clock. How much higher (`clock_by_utilization`) depends
-on how much of the time the device computes: measured with the work of a transformer's layer, and pauses between. On
-H200s one clock explains all that runs at it: matmul or attention take as many times longer as the clock is below one of
-their own. Collectives draw power, too: in the pauses of such a layer they lower the clock as so much more compute would
-(`collective_load`).
+A GPU at its power limit lowers its clock. `throttle` is the slowdown of matmuls and attention when only matmuls run.
+In a training step the clock is higher, by an amount that depends on the fraction of the time in which the device
+computes (`clock_by_utilization`); this is measured with the work of a transformer layer, with pauses between layers. On
+H200s a single clock explains the time of all work: each matmul or attention is slowed by the ratio of a clock of its
+own to the device's clock, if that is above 1. Collectives draw power, too: in the pauses between layers they lower the
+clock as a certain amount of additional compute would (`collective_load`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from overlapc.estimators.calibration.workloads import (
 )
 from overlapc.estimators.device import rate_at
 
-_SAMPLED = 100  # rounds of a layer: half a second of an H200
-_SETTLING = 4  # times `Effort.load_s`: an H200's clock swings for about a second
+_SAMPLED = 100  # rounds of a layer, about half a second on an H200
+_SETTLING = 4  # times `Effort.load_s`: an H200's clock oscillates for about a second
 
 Call = Callable[[], object]
 Curve = list[list[float]]
@@ -41,7 +41,7 @@ Curve = list[list[float]]
 
 @dataclass(frozen=True)
 class TimedWork:
-    """A call, of so many FLOPs. kind: "matmul", "attention" or, of what no clock slows, "memory"."""
+    """A call with its FLOPs. kind: "matmul", "attention", or "memory" for work that does not depend on the clock."""
 
     kind: str
     flops: int
@@ -50,7 +50,7 @@ class TimedWork:
 
 @dataclass(frozen=True)
 class LoadMeasurement:
-    """Measures the clock under load. full: launches the work under which the clock falls most."""
+    """Measures the clock under load. `full` launches work of full load, which lowers the clock most."""
 
     effort: Effort
     device: torch.device
@@ -59,7 +59,7 @@ class LoadMeasurement:
     say: Callable[[str], None]
 
     def measured(self) -> dict[str, dict[str, Curve] | Curve]:
-        """`throttle` and `clock_by_utilization` of a profile."""
+        """Return `throttle` and `clock_by_utilization` of a profile."""
         with torch.no_grad():
             self.say("matmuls and attention in bursts and under load")
             throttle = self._throttle()
@@ -67,7 +67,7 @@ class LoadMeasurement:
             return {"throttle": throttle, "clock_by_utilization": self._clock_by_utilization(throttle)}
 
     def _throttle(self) -> dict[str, Curve]:
-        """By kind: FLOPs, and how many times as long they take under load as in a short burst."""
+        """Return, by kind, (FLOPs, time under full load relative to a short burst)."""
         works = [self._matmul(shape) for shape in self.effort.burst_matmuls]
         for case in self.effort.attention.get("bf16", ()):
             works.append(TimedWork("attention", case.flops, self._attend(case)))
@@ -81,7 +81,7 @@ class LoadMeasurement:
         return {kind: sorted(points) for kind, points in throttle.items()}
 
     def _clock_by_utilization(self, throttle: Mapping[str, Curve]) -> Curve:
-        """Thousandths of the time that the device computes, and the clock of full load as a part of the clock then."""
+        """Return (thousandths of the time that the device computes, clock at full load relative to the clock then)."""
         works = self._layer()
         bursts = self._bursts(works, throttle)
         alone_ns = sum(ns for ns, _ in bursts)
@@ -94,14 +94,15 @@ class LoadMeasurement:
     def collective_load(
         self, throttle: Mapping[str, Curve], clock_by_utilization: Curve, launches: Sequence[Launch]
     ) -> float:
-        """Power that collectives draw, as a part of the power that compute draws. All ranks must call it together.
+        """Return the power of collectives relative to that of compute. All ranks must call this together.
 
-        throttle, clock_by_utilization: results of `measured` on this rank. launches: collectives for pauses of a layer.
+        throttle, clock_by_utilization: results of `measured` on this rank.
+        launches: the collectives that run in the pauses between layers.
         """
         with torch.no_grad():
             works = self._layer()
             bursts = self._bursts(works, throttle)
-            work_ns = agreed(sum(ns for ns, _ in bursts), self.device)  # how many rounds depends on it
+            work_ns = agreed(sum(ns for ns, _ in bursts), self.device)  # determines the number of rounds
             alone = [
                 collective_ns(self.clock, launch, calls_for(self.effort.heat_bytes, self.clock)) for launch in launches
             ]
@@ -111,8 +112,8 @@ class LoadMeasurement:
                 for launch in launches:
                     launch().wait()
 
-            drawn = []  # as parts of the time: so much more than was computed
-            for pause in (None, communicate):  # what the device is off the curve by now is no collective's
+            drawn = []  # utilization at the present clock minus the actual one, without and with collectives
+            for pause in (None, communicate):  # the deviation without collectives is subtracted below
                 busy_ns, period_ns = self._settled(works, work_ns, pause_ns, pause)
                 drawn.append(
                     utilization_at(clock_by_utilization, clock_ratio_of(bursts, busy_ns)) - busy_ns / period_ns
@@ -120,7 +121,7 @@ class LoadMeasurement:
             return min(1.0, max(0.0, (drawn[1] - drawn[0]) * period_ns / pause_ns))
 
     def _bursts(self, works: Sequence[TimedWork], throttle: Mapping[str, Curve]) -> list[tuple[float, float]]:
-        """Of each work: its ns in a short burst, and how many times as long it takes at full load."""
+        """Return, for each of `works`, its ns in a short burst and its time at full load relative to that."""
         bursts = []
         for work in works:
             points = [(int(flops), times) for flops, times in throttle.get(work.kind, ())]
@@ -130,9 +131,9 @@ class LoadMeasurement:
     def _settled(
         self, works: Sequence[TimedWork], work_ns: float, pause_ns: float, pause: Callable[[], None] | None = None
     ) -> tuple[float, float]:
-        """ns of one round of `works`, and of a round and the pause behind it, once the clock has settled.
+        """Return the ns of one round of `works`, and of a round with the pause after it, once the clock has settled.
 
-        pause: launches what takes `pause_ns`; without it the device is idle for so long.
+        pause: launches work that takes `pause_ns`; None: the device is idle for that time.
         """
         rounds = math.ceil(_SETTLING * self.effort.load_s * 1e9 / (work_ns + pause_ns)) + _SAMPLED
         begins, ends = [], []
@@ -154,7 +155,7 @@ class LoadMeasurement:
         return busy_ns, median(between(begin, after) for begin, after in zip(begins, [*begins[1:], last], strict=True))
 
     def _layer(self) -> list[TimedWork]:
-        """The forward of a transformer's layer: matmuls, attention, and a copy for all that is bound by memory."""
+        """Return the forward of a transformer layer: matmuls, attention, and a copy for all memory-bound kernels."""
         works = [self._matmul(shape) for shape in self.effort.heat_matmuls]
         if self.effort.beside_attention is not None:
             case = self.effort.beside_attention
@@ -172,13 +173,13 @@ class LoadMeasurement:
 
 
 def clock_ratio_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> float:
-    """The clock of full load as a part of the clock at which calls take `taken_ns` together.
+    """Return the ratio of the clock under full load to the clock at which the calls take `taken_ns` together.
 
-    bursts: each call's ns at the highest clock, and how many times as long it takes at full load. Between the highest
-    clock and that of full load.
+    bursts: the ns of each call at the highest clock, and its time at full load relative to that. The result is between
+    the ratio for the highest clock and 1.
     """
     low, high = 1.0 / max(times for _, times in bursts), 1.0
-    while high - low > 1e-4:  # ever longer with the clock's period
+    while high - low > 1e-4:  # bisection: the time increases with the ratio
         middle = (low + high) / 2
         if sum(ns * max(1.0, times * middle) for ns, times in bursts) < taken_ns:
             low = middle
@@ -188,7 +189,7 @@ def clock_ratio_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> fl
 
 
 def utilization_at(clock_by_utilization: Curve, value: float) -> float:
-    """The utilization (of 1) at which `clock_by_utilization` has that value; a line joins two measured points."""
+    """Return the utilization (0 to 1) at which `clock_by_utilization` has `value`, by linear interpolation."""
     shares, values = zip(*clock_by_utilization, strict=True)
     at = bisect_left(values, value)
     if at == 0 or at == len(values):

@@ -1,7 +1,7 @@
-"""What one rank measures of its device and of its links to other ranks; the same code for GPUs and CPUs.
+"""Measures one rank's device and its links to other ranks; the same code for GPUs and CPUs.
 
-All ranks must call these functions in the same order with the same sizes: how many collectives run never depends on
-what a single rank measured.
+All ranks must call these functions in the same order with the same sizes: the number of collectives never depends on
+measurements of a single rank.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from overlapc.estimators.calibration.workloads import (
     random,
 )
 
-_SMALL_TENSORS = 33  # of a coalesced collective
-_GAP_CHAIN, _GAP_ROUNDS = 50, 5  # kernels with a collective behind each
+_SMALL_TENSORS = 33  # tensors of a coalesced collective
+_GAP_CHAIN, _GAP_ROUNDS = 50, 5  # length of a chain of kernels, each followed by a collective; number of samples
 
 
 class Measurement:
-    """Everything that one rank measures. Results are plain data: quantities, curves, tables and facts."""
+    """The measurements of one rank. Results are plain data: quantities, curves, tables and facts."""
 
     def __init__(self, device: torch.device, effort: Effort, say: Callable[[str], None] = lambda _: None) -> None:
         self.device, self.effort, self.say = device, effort, say
@@ -44,10 +44,10 @@ class Measurement:
         self.curves: dict[str, list[list[float]]] = {}
         self.tables: list[dict[str, Any]] = []
         self.facts: dict[str, float] = {}
-        self.load: Callable[[], None] | None = None  # what runs before compute that is measured
+        self.load: Callable[[], None] | None = None  # launches work that runs before measured compute
 
     def compute(self) -> None:
-        """Copies, matmuls, attention, the shortest kernel and the host's time for a launch. No communication."""
+        """Measure copies, matmuls, attention, the shortest kernel and the host's launch time, without communication."""
         effort, values = self.effort, self.quantities
         self.say("copies")
         values["memory_bytes_per_s"] = self.copy_rate(effort.copy_bytes)
@@ -72,11 +72,11 @@ class Measurement:
         values["launch_ns"] = launch_ns(self.clock, lambda: small.add_(1.0))
 
     def warm_up(self) -> None:
-        """Finds the load that compute is measured behind."""
+        """Set `load`, the work that runs before measured compute."""
         self.load = self._load()
 
     def communication(self) -> None:
-        """Collectives of the whole world, and of pairs of neighbours when there are more ranks than two."""
+        """Measure collectives over all ranks and, if there are more than two, over pairs of neighbouring ranks."""
         world = dist.get_world_size()
         assert dist.group.WORLD is not None
         self._collectives(dist.group.WORLD)
@@ -89,7 +89,7 @@ class Measurement:
             self._gap(dist.group.WORLD)
 
     def contention(self) -> None:
-        """How much compute and collectives of the whole world slow each other, also by the power that they draw."""
+        """Measure contention between compute and collectives over all ranks, including the power of collectives."""
         found = ContentionMeasurement(self.effort, self.device, self.clock, self.load, self.say)
         found.measure()
         self.quantities.update(found.quantities)
@@ -107,19 +107,19 @@ class Measurement:
             )
 
     def matmul_rate(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, float]:
-        """FLOPs of a product of shape (rows, inner, columns), and how many a second, behind `load` if there is one."""
+        """Return the FLOPs and FLOP/s of a product of shape (rows, inner, columns), after `load` if there is one."""
         a, b = operands(self.device, shape, dtype)
         flops = 2 * math.prod(shape)
         return flops, flops / compute_ns(self.clock, lambda: torch.mm(a, b), self._rounds, ahead=self.load) * 1e9
 
     def copy_rate(self, size_bytes: int) -> float:
-        """Bytes read and written a second."""
+        """Return the bytes read and written per second by a copy of `size_bytes`."""
         source = random(self.device, size_bytes // 4, dtype=torch.float32)
         target = torch.empty_like(source)
         return 2 * source.nbytes / compute_ns(self.clock, lambda: target.copy_(source)) * 1e9
 
     def result(self) -> dict[str, Any]:
-        """Everything measured, as JSON has it; the same structure on every rank."""
+        """Return all results as JSON data, with the same structure on every rank."""
         return {
             "quantities": self.quantities,
             "curves": self.curves,
@@ -131,11 +131,11 @@ class Measurement:
 
     @property
     def _rounds(self) -> int:
-        """Samples of a measurement: under load, which takes long, each is long enough to stand alone."""
+        """Number of samples of a measurement: one after `load`, which makes a sample long, else three."""
         return 3 if self.load is None else 1
 
     def _load(self) -> Callable[[], None] | None:
-        """Launches matmuls that take `load_s`; None on a device that does not slow down under load."""
+        """Return a function that launches matmuls for `load_s`; None for a device that load does not slow down."""
         if self.effort.load_s <= 0:
             return None
         a, b = operands(self.device, self.effort.beside_matmul, torch.bfloat16)
@@ -149,7 +149,7 @@ class Measurement:
         return launch
 
     def _attention(self, case: AttentionShape, dtype: torch.dtype) -> tuple[float, float]:
-        """ns of forward and of backward."""
+        """Return the ns of forward and of backward."""
         query, key, value = (each.requires_grad_() for each in attention_inputs(self.device, case, dtype))
         with torch.no_grad():
             forward_ns = compute_ns(self.clock, lambda: attend(query, key, value), self._rounds, ahead=self.load)
@@ -164,7 +164,7 @@ class Measurement:
         return forward_ns, backward_ns
 
     def _curve(self, name: str, points: Sequence[tuple[int, float]]) -> None:
-        """One point a size: the median where several shapes have that size. A single size makes no curve."""
+        """Add a curve with one point for each size, the median over shapes of that size; a single size is no curve."""
         rates: dict[int, list[float]] = {}
         for size, rate in points:
             rates.setdefault(size, []).append(rate)
@@ -187,7 +187,7 @@ class Measurement:
                 self.tables.append({"collective": collective, "ranks": group.size(), "dtype": dtype, "points": points})
 
     def _gap(self, group: dist.ProcessGroup) -> None:
-        """The gap between a kernel and the next collective, and back: a chain of both, less their own times."""
+        """Measure the gap from a kernel to the next collective and back: the time of a chain minus its parts' times."""
         size = self.effort.collective_bytes[0]
         launch = launcher("all_gather", group, size, DTYPES[self.effort.collective_dtypes[0]], self.device)
         small = random(self.device, 16, dtype=torch.float32)
@@ -212,9 +212,9 @@ class Measurement:
         self.quantities["collective_gap_ns"] = max(0.0, agreed(_median(samples), self.device) - alone_ns - kernel_ns)
 
     def _coalesced(self, group: dist.ProcessGroup) -> None:
-        """Time that one more tensor adds to a coalesced gather: of small tensors, because large ones hide it.
+        """Measure the time that each further tensor adds to a coalesced all-gather; large tensors would hide it.
 
-        On 4 H200s the nine tensors of a Llama-8B layer took as long side by side as one tensor of their size.
+        On 4 H200s the nine tensors of a Llama-8B layer, coalesced, took as long as one tensor of their total size.
         """
         if not self.effort.layer:
             return
@@ -227,7 +227,7 @@ class Measurement:
     def _side_by_side(
         self, group: dist.ProcessGroup, elements: Sequence[int], dtype: torch.dtype
     ) -> tuple[float, float]:
-        """ns of one coalesced gather of tensors with so many elements, and of one flat gather of as many bytes."""
+        """Return the ns of a coalesced all-gather of tensors with `elements`, and of one tensor of the same bytes."""
         ranks = group.size()
         shards = [torch.zeros(math.ceil(count / ranks), dtype=dtype, device=self.device) for count in elements]
         wholes = [torch.zeros(shard.numel() * ranks, dtype=dtype, device=self.device) for shard in shards]

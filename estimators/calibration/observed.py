@@ -1,4 +1,4 @@
-"""Measured nodes beside the prediction of a profile for them."""
+"""Measured nodes together with a profile's prediction for them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from overlapc.estimators.timeline import simulate
 from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
 KINDS = {Kind.START: "collectives", Kind.COMM: "collectives", Kind.KERNEL: "kernels", Kind.EXTERN: "library calls"}
-APART = 0.02  # of a node's time: a shorter overlap counts as none, an overlap of all but that as overlapped throughout
+APART = 0.02  # tolerance as a fraction of a node's time, for "not overlapped" and for "overlapped throughout"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A schedule as it ran: by node, ns and the share of them in which compute and communication ran at once."""
+    """The measured times of a schedule, by node."""
 
     schedule: Schedule
     measured_ns: Mapping[str, float]
-    beside: Mapping[str, float]  # empty: not known
+    beside: Mapping[str, float]  # fraction of the time in which compute and communication overlapped; empty: not known
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedNode:
-    """A node as it ran and as a profile predicts it."""
+    """A measured node with its predicted times."""
 
     node: Node
     measured_ns: float
-    alone_ns: float  # predicted with nothing beside it
-    predicted_ns: float  # in the simulated step
+    alone_ns: float  # predicted without overlap
+    predicted_ns: float  # predicted in the simulated step, with contention
     beside: float | None
-    load: Contender | None  # of compute; of a collective: what most of the compute is that it runs beside
-    overlapping: Comm | None  # of compute: the one collective that it is predicted to run beside all the time
+    load: Contender | None  # the compute node; for a collective, the main kind of compute that overlaps it
+    overlapping: Comm | None  # for compute: the only collective that overlaps it, if for its whole predicted duration
 
     @property
     def kind(self) -> str:
@@ -45,17 +45,17 @@ class ObservedNode:
 
     @property
     def was_alone(self) -> bool:
-        """Whether nothing ran beside it."""
+        """Whether no other work overlapped the node."""
         return self.beside is not None and self.beside <= APART
 
     @property
     def seen_alone_ns(self) -> float:
-        """Its measured time without the predicted slowdown by nodes beside it."""
+        """The measured time without the predicted slowdown by overlapping nodes."""
         return self.measured_ns if self.was_alone else self.measured_ns * self.alone_ns / self.predicted_ns
 
     @property
     def overlapped_throughout(self) -> bool:
-        """Whether other work ran beside it for its whole duration."""
+        """Whether other work overlapped the node for its whole duration."""
         return self.beside is not None and self.beside >= 1 - APART
 
     @property
@@ -65,14 +65,14 @@ class ObservedNode:
 
 
 def estimated(schedule: Schedule, profile: DeviceProfile) -> Schedule:
-    """A schedule with the profile's own estimates; nodes that it knows nothing about keep what they have."""
+    """Return a schedule with estimates from the profile; nodes unknown to the profile keep their estimates."""
     chain = from_profile(profile)
     found = {node.name: chain.estimate(node) for node in schedule.nodes}
     return schedule.with_estimates({name: each for name, each in found.items() if each is not None})
 
 
 def observe(profile: DeviceProfile, runs: Iterable[Run]) -> list[ObservedNode]:
-    """Every node that was measured and that the profile predicts to take time, in the order of the schedules."""
+    """Return every node that was measured and has a predicted time above 0, in the order of the schedules."""
     return [seen for run in runs for seen in _observe(profile, run)]
 
 
@@ -83,7 +83,7 @@ def _observe(profile: DeviceProfile, run: Run) -> list[ObservedNode]:
     sending = sorted((at for at, node in enumerate(nodes) if node.comm is not None), key=timeline.start_ns.__getitem__)
 
     def overlaps(at: int, others: list[int], first: int) -> tuple[dict[int, float], int]:
-        """Others -> how long each runs beside `at`, and the first that later nodes may still meet."""
+        """Return other node -> time that it overlaps `at`, and the first other node that later nodes may overlap."""
         begin, end = timeline.start_ns[at], timeline.end_ns[at]
         while first < len(others) and timeline.end_ns[others[first]] <= begin:
             first += 1

@@ -1,11 +1,13 @@
-"""Contention between compute and collectives on a GPU, from the profiler: times of kernels overlapped throughout.
+"""Measures contention on a GPU from the profiler's times of kernels that were overlapped for their whole duration.
 
-A collective that comes while a kernel runs waits for the kernel's last wave; the clocks of clock.py would count that
-wait as a slowdown. Kernels' own times do not. Each call is measured alone, beside collectives and alone again in one
-go, after other work: a GPU that draws much power lowers its clock within milliseconds, which is no contention.
+A collective issued while a kernel runs waits for the kernel's last wave. The clocks of clock.py would count that wait
+as a slowdown; the times of the kernels themselves do not contain it. Each call is measured alone, beside collectives
+and alone again without a pause, after other work: a GPU under load lowers its clock within milliseconds, which must not
+be counted as contention.
 
-A collective that waits for another rank holds multiprocessors and moves nothing: matmuls beside it are slowed, kernels
-bound by memory are not. So ranks meet before each phase of collectives, and what waited nevertheless does not count.
+A collective that waits for another rank occupies multiprocessors but moves no data: it slows matmuls, but not
+memory-bound kernels. So the ranks synchronize before each phase with collectives, and collectives that waited
+nevertheless are ignored.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from torch.profiler import ProfilerActivity, profile
 from overlapc.estimators.calibration.clock import Launch, wait_all
 from overlapc.estimators.contention import waves
 
-_ALL = 0.98  # share of a kernel's time that must be overlapped to count as overlapped throughout
-_MAIN = 0.3  # kernels shorter than this share of the longest are preparation (fills, casts), not what is measured
-_MARK_CYCLES = 20_000  # of the kernels between phases; about ten microseconds
-_PHASE_NS = 5e6  # of a call alone
-_LEAST_CALLS, _MOST_CALLS = 4, 100  # of a phase
-_MOST_BESIDE = 600  # calls beside collectives; a GPU's queue of launches holds about a thousand
-# That the collectives of a phase should have room for. Few: a phase of 40 ms gave the clock time to change within it.
+_ALL = 0.98  # fraction of a kernel's time that must be overlapped to count as overlapped throughout
+_MAIN = 0.3  # kernels shorter than this fraction of the longest are preparation (fills, casts) and are ignored
+_MARK_CYCLES = 20_000  # duration of the kernels between phases, about ten microseconds
+_PHASE_NS = 5e6  # intended duration of a phase in which a call runs alone
+_LEAST_CALLS, _MOST_CALLS = 4, 100  # in such a phase
+_MOST_BESIDE = 600  # calls beside collectives; a GPU's launch queue holds about a thousand
+# Number of calls that the collectives of a phase cover. Small, because the clock changed within a phase of 40 ms.
 _COVERED_CALLS = 3
-# Times its time alone, beyond which a collective waited for another rank: four channels beside copies took 4.6 times as
-# long, collectives of ranks that were out of step 19 to 35 times.
+# A collective slowed by more than this factor waited for another rank: the factor was 4.6 with four channels beside
+# copies, and 19 to 35 with ranks out of step.
 _WAITED = 8.0
 
 Call = Callable[[], Any]
@@ -51,17 +53,17 @@ class Span:
 
     @property
     def is_mark(self) -> bool:
-        """Whether it only separates phases."""
+        """Whether the kernel only separates phases."""
         return "spin" in self.name.lower()
 
     @property
     def moves(self) -> bool:
-        """Whether it is a collective's."""
+        """Whether the kernel or copy belongs to a collective."""
         return "nccl" in self.name.lower() or "memcpy" in self.name.lower()
 
 
 def kernels_of(run: Callable[[], Any]) -> list[Span]:
-    """Every kernel and copy that `run` launches, in order of their starts."""
+    """Return every kernel and copy that `run` launches, in order of their starts."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
@@ -76,7 +78,7 @@ def kernels_of(run: Callable[[], Any]) -> list[Span]:
 
 
 def kernel_ns(call: Call, calls: int = 10) -> float:
-    """Time that one call's kernels take together, without the gaps between them."""
+    """Return the total ns of one call's kernels, without the gaps between them."""
     call()
     spans = kernels_of(lambda: [call() for _ in range(calls)])
     return sum(span.ns for span in spans) / calls
@@ -84,16 +86,16 @@ def kernel_ns(call: Call, calls: int = 10) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long a call and a collective take beside each other, by the call's main kernel.
+    """The slowdown factors of a call and of a collective that overlap, by the call's main kernel.
 
-    None if none of them was overlapped throughout by collectives that did not wait for another rank.
+    A factor is None if nothing was overlapped throughout by collectives that did not wait for another rank.
     """
 
     alone_ns: float
     compute: float | None
     collective: float | None
-    mhz_before: float  # the device's clock before they ran beside each other
-    mhz: float  # and after it
+    mhz_before: float  # the device's clock before the overlap
+    mhz: float  # the device's clock after it
     kernel: str  # the name of the call's main kernel
 
 
@@ -105,10 +107,11 @@ def measured_contention(
     load: Call | None,
     piece_ns: float | None = None,
 ) -> dict[str, Contention]:
-    """Of each call with a collective that takes `collective_ns` alone. load: work that runs before all of it. piece_ns:
-    what each of the copies that a collective consists of takes alone; None for one that is a kernel.
+    """Measure the contention of each call with a collective that takes `collective_ns` alone.
 
-    The times (of calls, too) must be equal on all ranks: the number of collectives depends on them.
+    calls_ns, collective_ns: must be equal on all ranks, because the number of collectives depends on them.
+    load: launches work that runs before everything else.
+    piece_ns: time alone of each copy of a collective that consists of copies; None for a collective that is a kernel.
     """
 
     def run() -> None:
@@ -119,7 +122,7 @@ def measured_contention(
             collectives = math.ceil(_COVERED_CALLS * calls_ns[name] / collective_ns)
             beside = min(_MOST_BESIDE, math.ceil(2 * collectives * collective_ns / calls_ns[name]) + 2)
             _phase(call, alone)
-            launch().wait()  # ranks meet: clocks differ, so the phases before took them differently long
+            launch().wait()  # synchronizes the ranks, whose earlier phases differ in length because clocks differ
             torch.cuda._sleep(_MARK_CYCLES)
             works = [launch() for _ in range(collectives)]
             for _ in range(beside):
@@ -146,11 +149,13 @@ def contention_in(
     collective_ns: float,
     of: Callable[[Sequence[float]], float] = statistics.median,
 ) -> dict[str, Contention]:
-    """From the kernels of `measured_contention`: each call has a phase alone, one beside collectives and one alone,
-    in this order.
+    """Compute the contention from the kernels of `measured_contention`.
 
-    A mark stands before each phase. collective_ns: of one kernel or copy of a collective, alone. of: what stands for
-    all calls beside them; the mean for copies, as those within a GPU stop kernels that need its memory, others hardly.
+    Each call has three phases: alone, beside collectives, alone. A mark precedes each phase.
+
+    collective_ns: time alone of one kernel or copy of a collective.
+    of: combines the times of overlapped calls. It is the mean for copies, because only copies within a GPU slow
+    memory-bound kernels much.
     """
     moving = [span for span in spans if span.moves and span.ns <= _WAITED * collective_ns]
     phases: list[list[Span]] = []
@@ -181,7 +186,7 @@ def contention_in(
 
 
 def piece_ns(launch: Launch) -> float:
-    """What each copy of a collective takes that is done by copies, without small ones; the median."""
+    """Return the median ns of the copies of a collective that consists of copies, without small ones."""
     launch().wait()
     return statistics.median(
         span.ns
@@ -190,7 +195,7 @@ def piece_ns(launch: Launch) -> float:
 
 
 def held_multiprocessors(slowed: Sequence[tuple[int, float]], multiprocessors: int) -> int:
-    """How many a collective must hold for matmuls of so many tiles to take so many times as long."""
+    """Return the number of multiprocessors that a collective occupies, fitted to (tiles of a matmul, slowdown)."""
 
     def error(held: int) -> float:
         left = multiprocessors - held
@@ -205,6 +210,6 @@ def _main(spans: Sequence[Span]) -> list[Span]:
 
 
 def _share(span: Span, others: Sequence[Span]) -> float:
-    """The part of `span` in which one of `others` runs (these do not overlap each other much)."""
+    """Return the fraction of `span` in which one of `others` runs; `others` may hardly overlap each other."""
     met = sum(max(0, min(span.end_ns, each.end_ns) - max(span.start_ns, each.start_ns)) for each in others)
     return min(1.0, met / span.ns)

@@ -1,8 +1,8 @@
-"""This machine's profile: measured on first use on a CPU. Also turns measurements into the content of a profile file.
+"""Measures a CPU's profile on first use, and builds the content of profile files from measurements.
 
     python -m overlapc.estimators.calibration.quick_profile [FILE]      write the quick CPU profile (default: print it)
 
-Two processes measure at the same time, as two ranks of one host would, for about ten seconds (see measure_machine.py).
+Two processes measure at the same time, like two ranks of one host, for about ten seconds (see measure_machine.py).
 `overlapc calibrate` measures more, on CPUs and on GPUs.
 """
 
@@ -31,12 +31,12 @@ from overlapc.estimators.profiles.processor import cpu_name
 from overlapc.estimators.profiles.profile_file import FORMAT, link_to_json, profile_from_json, table_from_json
 from overlapc.schedule.collective_kinds import COPY
 
-Derived = dict[str, tuple[Any, str]]  # quantity -> its value and where that comes from
+Derived = dict[str, tuple[Any, str]]  # quantity -> (value, origin)
 RANKS = 2
 
 
 def measure() -> dict[str, Any]:
-    """A profile file's content, measured here and now with two processes. CalibrationError if they fail."""
+    """Measure this CPU with two processes and return a profile file's content. Raise CalibrationError on failure."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             key: value
@@ -74,11 +74,10 @@ def measure() -> dict[str, Any]:
 def profile_document(
     name: str, origin: str, ranks: Sequence[Mapping[str, Any]], derived: Callable[[Mapping[str, Any]], Derived]
 ) -> dict[str, Any]:
-    """A profile file's content from what each rank measured (`Measurement.result`): medians over the ranks.
+    """Return a profile file's content from the results of all ranks (`Measurement.result`), as medians over the ranks.
 
-    But for the clock under load, of which the lowest counts: GPUs of one kind differ by a few hundredths of it, and a
-    step waits for the slowest. `derived` adds, from the measured ones, quantities that were not measured, each with an
-    origin of its own.
+    Except for the clock under load, where the lowest clock counts: GPUs of one kind differ in it by a few percent, and
+    a step waits for the slowest. `derived` computes, from the measured quantities, further ones with their origins.
     """
     measured = median_of(list(ranks))
     if "clock_by_utilization" in measured["quantities"]:
@@ -108,12 +107,12 @@ def profile_document(
         ],
         "facts": measured["facts"],
     }
-    profile_from_json(document)  # fails here, not at the next reader, if a rank measured nonsense
+    profile_from_json(document)  # raises here, not at the next reader, if a measured value is out of range
     return document
 
 
 def with_copies(document: dict[str, Any], origin: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A profile file's content with its entries about copies replaced by what `ranks` measured."""
+    """Return a profile file's content with its entries about copies replaced by the measurements of `ranks`."""
     measured = median_of(list(ranks))
     slowdowns = dict(document["quantities"].get("slowdowns", {"value": {}, "origin": ""}))
     slowdowns["value"] = {**slowdowns["value"], **measured["quantities"].get("slowdowns", {})}
@@ -135,7 +134,7 @@ def with_copies(document: dict[str, Any], origin: str, ranks: Sequence[Mapping[s
 
 
 def median_of(values: Sequence[Any], of: Callable[[Sequence[float]], float] = statistics.median) -> Any:
-    """Equal structures with the median (or another value `of` several) of each number; all else must be equal."""
+    """Combine JSON data of equal structure: floats become their median (or `of` them); other values must be equal."""
     first = values[0]
     if isinstance(first, dict):
         return {key: median_of([value[key] for value in values], of) for key in first}
@@ -145,12 +144,12 @@ def median_of(values: Sequence[Any], of: Callable[[Sequence[float]], float] = st
 
 
 def cpu_origin(ranks: int) -> str:
-    """How a CPU profile's numbers were found."""
+    """Return the origin of a measured CPU profile's numbers."""
     return f"measured: {ranks} processes on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 def cpu_derived(quantities: Mapping[str, Any]) -> Derived:
-    """What a CPU profile says besides its measurements."""
+    """Return the quantities of a CPU profile that are not measured."""
     return {
         "flops_per_s.vector": (quantities["flops_per_s.fp32"] / 4, "derived: a quarter of fp32 matmuls"),
         "synchronous": (True, "compute runs on the launching thread"),
@@ -175,7 +174,7 @@ def _worker(rank: int, folder: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure and write; or, started by `measure`, be one of its ranks."""
+    """Measure and write the profile, or run as one of the ranks that `measure` starts (`--worker`)."""
     if arguments[:1] == ["--worker"]:
         _worker(int(arguments[1]), arguments[2])
         return

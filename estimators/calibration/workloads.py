@@ -1,4 +1,4 @@
-"""Workloads of calibration: matmuls and attention over random numbers, and collectives over preallocated memory."""
+"""Workloads of calibration: matmuls and attention of random numbers, and collectives on preallocated memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def random(device: torch.device, *size: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers: what a GPU draws, and so its clock, depends on the numbers."""
+    """Return normally distributed numbers; a GPU's power, and so its clock, depends on the values."""
     return torch.randn(size, device=device).to(dtype)
 
 
 def operands(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of a matmul of rows x inner x columns, as `x @ weight.t()` has them."""
+    """Return the operands of a matmul rows x inner x columns, with the strides of `x @ weight.t()`."""
     rows, inner, columns = shape
     return random(device, rows, inner, dtype=dtype), random(device, columns, inner, dtype=dtype).t()
 
 
 def attention_inputs(device: torch.device, case: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values."""
+    """Return queries, keys and values."""
     shape = (case.batch, case.heads, case.seq, case.width)
     shared = (case.batch, case.kv_heads, case.seq, case.width)
     return [random(device, *size, dtype=dtype) for size in (shape, shared, shared)]
@@ -39,14 +39,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def calls_for(size_bytes: int, clock: Clock) -> int:
-    """Collectives in one sample; the same on every rank."""
+    """Return the number of collectives in one sample, the same on every rank."""
     if not clock.queued:
         return 3
     return 4 if size_bytes >= 256 * MIB else 10 if size_bytes >= 16 * MIB else 30
 
 
 def world_on(channels: int) -> dist.ProcessGroup:
-    """All ranks over NCCL, on at most so many channels; 0: on the library's choice of them. Every rank must ask."""
+    """Return an NCCL group of all ranks with at most `channels` channels (0: NCCL's choice). Collective call."""
     assert dist.group.WORLD is not None
     if not channels:
         return dist.group.WORLD
@@ -60,7 +60,7 @@ def world_on(channels: int) -> dist.ProcessGroup:
 def launcher(
     collective: str, group: dist.ProcessGroup, size_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    """Puts one collective of `size_bytes` by its own definition in flight, always over the same memory."""
+    """Return a function that launches one collective of `size_bytes` (see `Comm.bytes`), always on the same memory."""
     ranks = group.size()
     whole = torch.zeros(max(1, size_bytes // dtype.itemsize // ranks) * ranks, dtype=dtype, device=device)
     shard = torch.zeros(whole.numel() // ranks, dtype=dtype, device=device)
@@ -81,7 +81,7 @@ def launcher(
 def gathers_together(
     group: dist.ProcessGroup, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], device: torch.device
 ) -> Launch:
-    """Launches a gather of each of `shards`, as a graph's bucket does (on the host: runtime/collective_ops.py)."""
+    """Return a function that all-gathers each of `shards` as a bucket does (for CPUs as runtime/collective_ops.py)."""
 
     def apart() -> dist.Work:
         *works, last = [group._allgather_base(whole, shard) for whole, shard in zip(wholes, shards, strict=True)]
@@ -92,12 +92,12 @@ def gathers_together(
 
 
 def agreed(value: float, device: torch.device) -> float:
-    """The greatest of all ranks' values, the same on all: what follows may depend on it."""
+    """Return the maximum of `value` over all ranks, so that all ranks can base the same decision on it."""
     return all_agreed([value], device)[0]
 
 
 def all_agreed(values: Sequence[float], device: torch.device) -> list[float]:
-    """The greatest of all ranks' values, each by itself."""
+    """Return the maximum over all ranks of each value."""
     greatest = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(greatest, dist.ReduceOp.MAX)
     return greatest.tolist()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The processor's model, as the system has it."""
+    """Return the processor's model name, or its architecture if the system does not give the model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Profile files: JSON in `estimators/profiles/`, or anywhere else.
 
 Every quantity is an object `{"value": ..., "origin": "..."}`; the origin says on which machine it was measured, or that
-it was not. Beside `quantities` a file may hold `tables` of collectives, `curves` of achieved rates, and `facts`: more
-measurements, for people.
+it was not measured. Besides `quantities` a file may have `tables` of collectives, `curves` of achieved rates, and
+`facts`: further measurements for human readers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from overlapc import documents
 from overlapc.errors import ConfigError, shown, unknown_name
 from overlapc.estimators.device import IDEAL, DeviceProfile, HostCosts, Link, Slowdown, Table
 
-FORMAT = 1  # of a profile file, under "overlapc_profile"; raised when a reader of the old one would misread the new one
+FORMAT = 1  # "overlapc_profile" of a file; incremented when code that reads the old format would misread the new one
 _BESIDE_QUANTITIES = {"name", "flops_per_s", "tables", "curves", "origins"}
 _RawPoints = tuple[tuple[float, float], ...]
 PROFILES = Path(__file__).parent
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
-    """A profile by name (`h200-nvlink`) or JSON file. ConfigError when it cannot be used."""
+    """Load a profile by name (`h200-nvlink`) or from a JSON file. Raise ConfigError if it is missing or malformed."""
     path = profile_path(name_or_path)
     what = f"device profile {path} is not in the expected form"
     data = documents.from_json(documents.read_text(path), dict[str, Any], what)
@@ -35,7 +35,7 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
 
 
 def profile_path(name_or_path: str | Path) -> Path:
-    """The file of a profile. ConfigError for a name that none has."""
+    """Return the file of a profile. Raise ConfigError for an unknown name."""
     path = Path(name_or_path)
     if path.suffix != ".json":
         path = PROFILES / f"{name_or_path}.json"
@@ -65,14 +65,14 @@ class _Table(msgspec.Struct):
 class _File(msgspec.Struct):
     name: str
     quantities: dict[str, _Quantity]
-    overlapc_profile: int = FORMAT  # what files before it say
+    overlapc_profile: int = FORMAT  # older files have no such field
     origin: str = ""
     tables: tuple[_Table, ...] = ()
     curves: tuple[_Curve, ...] = ()
 
 
 def profile_from_json(data: Mapping[str, Any], what: str = "device profile") -> DeviceProfile:
-    """The profile that the object of a profile file describes. ConfigError, beginning with `what`, if it is none."""
+    """Build a profile from the JSON object of a profile file. Raise ConfigError, starting with `what`, if malformed."""
     file = documents.from_data(data, _File, what)
     if file.overlapc_profile != FORMAT:
         raise ConfigError(f"{what}: it is of version {file.overlapc_profile}, and this is version {FORMAT}")
@@ -89,7 +89,7 @@ def profile_from_json(data: Mapping[str, Any], what: str = "device profile") -> 
             if key not in names:
                 raise ConfigError(f"{what}: {unknown_name('quantity', key, names)}")
     for key in ("ranks_per_host", "multiprocessors"):
-        if isinstance(values.get(key), float) and values[key].is_integer():  # a median of ranks
+        if isinstance(values.get(key), float) and values[key].is_integer():  # a median over ranks
             values[key] = int(values[key])
     try:
         if "slowdowns" in values:
@@ -113,7 +113,7 @@ def _values(entries: Any) -> Sequence[Any]:
 
 
 def _slowdown(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A collective that seems to make compute faster beside it does not."""
+    """Return the slowdown factors raised to at least 1: below 1 (a speedup by a collective) is measurement noise."""
     found: dict[str, Any] = {}
     for key, factor in entry.items():
         if isinstance(factor, list | tuple):
@@ -124,7 +124,7 @@ def _slowdown(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _points(listed: Iterable[tuple[float, float]]) -> tuple[tuple[int, float], ...]:
-    """Points in ascending order, each size once."""
+    """Return the points in ascending order. Raise ValueError if a size occurs twice."""
     points = tuple(sorted((int(size), float(value)) for size, value in listed))
     for (low, _), (high, _) in itertools.pairwise(points):
         if low == high:
@@ -133,7 +133,7 @@ def _points(listed: Iterable[tuple[float, float]]) -> tuple[tuple[int, float], .
 
 
 def link_to_json(link: Link) -> dict[str, Any]:
-    """A link as a profile file holds it."""
+    """Return a link in the form of a profile file."""
     data: dict[str, Any] = {"bytes_per_s": link.bytes_per_s, "step_ns": link.step_ns}
     if link.protocols:
         data["protocols"] = [asdict(each) for each in link.protocols]
@@ -141,12 +141,12 @@ def link_to_json(link: Link) -> dict[str, Any]:
 
 
 def table_from_json(entry: Mapping[str, Any]) -> Table:
-    """A table as a profile file holds it."""
+    """Build a table from its form in a profile file."""
     return Table(entry["collective"], int(entry["ranks"]), _points(entry["points"]), str(entry.get("dtype", "")))
 
 
 def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
-    """The object that `profile_from_json` reads back to an equal profile."""
+    """Return the JSON object from which `profile_from_json` builds an equal profile."""
     values: dict[str, Any] = {f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()}
     for key in (
         "memory_bytes_per_s", "kernel_floor_ns", "kernel_gap_ns", "launch_ns", "synchronous",

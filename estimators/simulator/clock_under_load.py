@@ -1,12 +1,12 @@
-"""The clock of a device under load: a GPU that would draw too much power lowers its clock, within about 0.1 s.
+"""The clock of a device under load: a GPU at its power limit lowers its clock within about 0.1 s.
 
-On an H200 matmuls and attention take 1.15 to 1.3 times as long in a dense training step as in a short burst; kernels
-bound by memory do not slow down. The clock depends on utilization, the share of the time in which the device computes
-(`DeviceProfile.clock_by_utilization`): with a third of the time idle it is nearly the highest. Compute that a
-collective slows down counts with its time alone, as it computes no more; a collective draws power, too, and counts in
-part (`collective_load`).
+On an H200 matmuls and attention take 1.15 to 1.3 times as long in a dense training step as in a short burst;
+memory-bound kernels do not slow down. The clock depends on the utilization, the fraction of the time in which the
+device computes (`DeviceProfile.clock_by_utilization`): if the device is idle a third of the time, the clock is nearly
+the highest. Compute that a collective slows down counts with its time without contention, because it does the same
+work. A collective draws power, too, and counts in part (`collective_load`).
 
-Estimates are of full load. Once an order is chosen, its utilization is known, and with it the clock.
+Estimates are for full load. Once an order is chosen, its utilization and therefore its clock are known.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def changes_clock(profile: DeviceProfile) -> bool:
 
 
 def settled(timeline: Timeline) -> Timeline:
-    """The same order at the clock that its own load leaves; the same object where the profile knows no difference."""
+    """Return the order simulated at the clock under its own load; the same object if no estimate changes."""
     schedule, profile = timeline.schedule, timeline.profile
     estimates = estimates_at_load(schedule, profile, timeline.step_ns)
     return simulate(schedule.with_estimates(estimates), profile) if estimates else timeline
 
 
 def estimates_at_load(schedule: Schedule, profile: DeviceProfile, step_ns: float) -> dict[str, Estimate]:
-    """Estimates that change at the clock under the load of these nodes, if all of them together take `step_ns`."""
+    """Return the estimates that change at the clock under the load of `schedule`, if its step takes `step_ns`."""
     if not changes_clock(profile) or step_ns <= 0:
         return {}
     clock_ratio = rate_at(profile.clock_by_utilization, round(1000 * _busy_ns(schedule, profile) / step_ns))
@@ -44,7 +44,7 @@ def estimates_at_load(schedule: Schedule, profile: DeviceProfile, step_ns: float
 
 
 def _busy_ns(schedule: Schedule, profile: DeviceProfile) -> float:
-    """Time of compute by itself, and of collectives as far as they draw power."""
+    """Return the time of compute without contention, plus that of collectives weighted by their power."""
     computing_ns = communicating_ns = 0.0
     for node in schedule.nodes:
         if node.estimate is not None and node.kind in COMPUTE:

@@ -1,13 +1,13 @@
-"""Incremental simulation of moves: replays only the stretch of a step that a move changes.
+"""Incremental simulation of moves: simulates again only the part of a step that a move changes.
 
-A `Replay` keeps the state of the machine before every block of an order: what is in flight, and how far the host is
-ahead. Another order of a stretch is replayed from the last block that begins before it. After the stretch, as soon as
-the state before a block equals that of the current order, everything from there on is only shifted in time. Times lie
-on a grid (machine.py), so this is exact: `try_window` returns what `simulate` computes for the whole order, to the last
-bit.
+A `Replay` stores the state of the machine before every block of an order: the collectives in flight, and the lead of
+the host's clock over the stream's. A changed window is simulated from the start of its first block. After the window,
+as soon as the state before a block equals that of the current order, everything from there on is only shifted in time.
+Times are multiples of a power of two (machine.py), so this is exact: `try_window` returns bit for bit what `simulate`
+computes for the whole order.
 
-How far the host is behind the stream is no part of that state: it does not matter as long as it is behind. Where it was
-ahead, or would be now that the stream is sooner, replaying goes on.
+While the host's clock is behind the stream's, the distance does not matter, so it is not part of that state. Blocks in
+which the host's clock was ahead, or would be because the stream is now earlier, are simulated again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.simulator.machine import Machine, costs_of
 from overlapc.schedule.model import Schedule
 
-BLOCK = 24  # nodes: states before short blocks are compared sooner, those before long ones are fewer to keep
+BLOCK = 24  # nodes; with short blocks simulation stops sooner, with long ones fewer states are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,36 +34,36 @@ class Timing:
 
     @property
     def compute_ns(self) -> float:
-        """Time the compute stream is busy, slowdown by collectives included."""
+        """Time that the compute stream is busy, including the slowdown by collectives."""
         return self.step_ns - self.exposed_ns - self.launch_idle_ns
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A machine between two nodes, by queue; times count from the stream's clock."""
+    """The state of a machine between two nodes, by queue; times are relative to the stream's clock."""
 
-    issued: tuple[int, ...]  # collectives so far
-    begun: tuple[int, ...]  # how many of them ran or run
-    left_ns: tuple[float, ...]  # of what runs; -1: nothing does
+    issued: tuple[int, ...]  # number of collectives issued so far
+    begun: tuple[int, ...]  # number of them that have begun
+    left_ns: tuple[float, ...]  # remaining time of the running collective; -1: none runs
     late_ns: tuple[
         tuple[float, ...], ...
-    ]  # of the last ones issued: until the host lets them begin, where that is ahead
+    ]  # for the last collectives issued: time until the host has issued them, if it is in the future
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The replay of consecutive nodes."""
+    """The simulation of a block of consecutive nodes."""
 
-    state: _State  # before the first
+    state: _State  # before the first node
     took_ns: float
     idle_ns: float
     exposed_ns: float
-    exposed: dict[int, float]  # the same by collective
+    exposed: dict[int, float]  # exposed ns by collective
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Another order of a stretch: by number, the blocks that it changes, and how far the host is ahead in them."""
+    """Another order of a window, with the changed blocks and the host's lead before and in them, by block number."""
 
     low: int
     nodes: tuple[int, ...]
@@ -72,14 +72,14 @@ class _Trial:
 
 
 class Moves(ABC):
-    """The timing of an order that changes.
+    """The timing of an order that can be changed.
 
-    Nodes are positions in `schedule.nodes` as it was given, and windows are as in `MemoryTimeline`, so that one move is
-    tried on both by the same arguments. Nobody checks here that an order is legal.
+    Nodes are positions in the original `schedule.nodes`. Windows are those of `MemoryTimeline`, so that a move is
+    tried on both with the same arguments. Whether an order is legal is not checked here.
     """
 
     timing: Timing  # of the present order
-    blocks_replayed: int  # so far: what replaying cost
+    blocks_replayed: int  # number of blocks simulated so far, a measure of the cost
 
     def __init__(self, count: int) -> None:
         self.order: list[int] = list(range(count))
@@ -87,14 +87,14 @@ class Moves(ABC):
 
     @abstractmethod
     def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
-        """The timing if `nodes`, which stand at positions low.. now, stood in this order there."""
+        """Return the timing if the nodes at positions low.. were in the order `nodes`."""
 
     @abstractmethod
     def apply(self, low: int, nodes: Sequence[int]) -> None:
-        """Reorders the nodes at positions low.. into the order `nodes`. Costs nothing if this order was tried last."""
+        """Put the nodes at positions low.. into the order `nodes`. If it was tried last, nothing is simulated again."""
 
     def try_move(self, low: int, high: int, to: int) -> Timing:
-        """The timing if the nodes at positions low..high-1 began at position `to` (counted without them)."""
+        """Return the timing if the nodes at positions low..high-1 began at position `to` (counted without them)."""
         return self.try_window(*self._window(low, high, to))
 
     def move(self, low: int, high: int, to: int) -> None:
@@ -114,31 +114,32 @@ class Moves(ABC):
 
 
 class Replay(Moves):
-    """`Moves` in Python; `native.NativeReplay` is the same by a C compiler."""
+    """`Moves` in Python; `native.NativeReplay` is the same in C."""
 
     def __init__(self, schedule: Schedule, profile: DeviceProfile = IDEAL, *, block: int = BLOCK) -> None:
-        """block: nodes between two states that are kept."""
+        """block: number of nodes between two stored states."""
         super().__init__(len(schedule.nodes))
         self._block = block
         count = len(schedule.nodes)
         self._costs = costs_of(schedule, profile)
         self._synchronous = profile.synchronous
-        self._times = [0.0] * count  # machines write here when nodes begin and end; unused
+        self._times = [0.0] * count  # machines write start and end times here; they are not used
         self._issued: list[list[int]] = [[] for _ in range(self._costs.queues)]  # every queue's collectives in order
-        self._slot: dict[int, int] = {}  # a collective's place there
+        self._slot: dict[int, int] = {}  # collective -> its index in that list
         for at in self.order:
             if self._costs.is_collective(at):
                 queue = self._issued[self._costs.queue[at]]
                 self._slot[at] = len(queue)
                 queue.append(at)
-        self.blocks_replayed = 0  # so far: what replaying cost
+        self.blocks_replayed = 0
         self._trial: _Trial | None = None
         self._blocks: list[_Block] = []
-        # How far the host is ahead of the stream before each block, and at most in it where that matters. Negative
-        # where it is behind. A step that begins later shifts them all, so they are no part of the blocks.
+        # The lead of the host's clock over the stream's before each block, and the largest lead in the block at a time
+        # when it matters. Negative if the host is behind. They are not stored in blocks because a shift of the step in
+        # time changes all of them.
         self._ahead_ns: list[float] = []
         self._most_ahead_ns: list[float] = []
-        self.exposed: dict[int, float] = {}  # collective -> its exposed ns; none that is hidden
+        self.exposed: dict[int, float] = {}  # collective -> its exposed ns, without fully hidden collectives
         machine = Machine(self._costs, self._times, self._times)
         whole = _Trial(0, ())
         for number in range(max(1, math.ceil(count / self._block))):
@@ -155,7 +156,7 @@ class Replay(Moves):
         )
 
     def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
-        """As `Moves.try_window`."""
+        """See `Moves.try_window`."""
         changes = self._try(low, nodes).blocks.items()
         pairs = [(new, self._blocks[number]) for number, new in changes]
         return Timing(
@@ -165,7 +166,7 @@ class Replay(Moves):
         )
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
-        """As `Moves.apply`."""
+        """See `Moves.apply`."""
         trial, self.timing = self._try(low, nodes), self.try_window(low, nodes)
         self._trial = None
         self._put(low, nodes)
@@ -200,7 +201,7 @@ class Replay(Moves):
         return trial
 
     def _run_block(self, machine: Machine, number: int, trial: _Trial, *, last: bool) -> None:
-        """Replay a block as it is in a trial."""
+        """Simulate a block in the order of a trial, and store the result in the trial."""
         self.blocks_replayed += 1
         state, began_ns, ahead_ns = _state(machine), machine.now, machine.host - machine.now
         machine.idle, machine.exposed, machine.most_ahead = 0.0, {}, -math.inf
@@ -213,7 +214,7 @@ class Replay(Moves):
         )
 
     def _nodes(self, number: int, trial: _Trial) -> Iterator[int] | Sequence[int]:
-        """The nodes of a block, in the order of a trial."""
+        """Return the nodes of a block, in the order of a trial."""
         begin, end = number * self._block, (number + 1) * self._block
         low, high = trial.low, trial.low + len(trial.nodes)
         if high <= begin or end <= low:
@@ -222,7 +223,7 @@ class Replay(Moves):
         return [*self.order[begin : max(begin, low)], *window, *self.order[min(end, high) : end]]
 
     def _resumed(self, number: int, shift_ns: float) -> Machine:
-        """A machine in the state before a block, which begins so much later than in the order that stands."""
+        """Return a machine in the state before a block that begins `shift_ns` later than in the present order."""
         machine, state = Machine(self._costs, self._times, self._times), self._blocks[number].state
         machine.host = self._ahead_ns[number] - (0.0 if self._synchronous else shift_ns)
         for queue, collectives in enumerate(self._issued):
@@ -241,7 +242,7 @@ class Replay(Moves):
         return machine
 
     def _is_as_before(self, machine: Machine, number: int) -> bool:
-        """Whether a machine is before a block what it was in the order that stands, but for a host that is behind."""
+        """Whether a machine's state before a block is that of the present order, ignoring a host that is behind."""
         if self._synchronous and machine.host - machine.now != self._ahead_ns[number]:
             return False
         state = _state(machine)
@@ -256,8 +257,8 @@ class Replay(Moves):
         return True
 
     def _host_matters(self, number: int, shift_ns: float) -> int:
-        """The first block from `number` on in which the host was ahead, or is if all begins so much later."""
-        if self._synchronous or not shift_ns:  # its lead is part of the state, or the very same
+        """Return the first block from `number` on in which the host was ahead, or is if it begins `shift_ns` later."""
+        if self._synchronous or not shift_ns:  # the host's lead was compared with the state, or is unchanged
             return len(self._blocks)
         enough_ns = min(0.0, shift_ns)
         if max(self._most_ahead_ns[number:]) <= enough_ns:
@@ -267,8 +268,8 @@ class Replay(Moves):
     # Keeping
 
     def _reissue(self, collectives: Sequence[int]) -> None:
-        """Note the order of collectives that stood in a stretch and now stand so."""
-        free: dict[int, int] = {}  # queue -> its first place in the stretch
+        """Store the new order of the collectives in a window."""
+        free: dict[int, int] = {}  # queue -> the first index of the window's collectives
         for at in collectives:
             queue = self._costs.queue[at]
             free[queue] = min(free.get(queue, self._slot[at]), self._slot[at])
@@ -279,7 +280,7 @@ class Replay(Moves):
             free[queue] += 1
 
     def _shift(self, low: int, high: int, later_ns: float) -> None:
-        """Blocks low..high-1 begin so much later, which a host that runs ahead of the stream does not."""
+        """Shift blocks low..high-1 by `later_ns`, which reduces the lead of a host whose times do not shift."""
         if later_ns and not self._synchronous and low < high:
             self._ahead_ns[low:high] = [ns - later_ns for ns in self._ahead_ns[low:high]]
             self._most_ahead_ns[low:high] = [ns - later_ns for ns in self._most_ahead_ns[low:high]]

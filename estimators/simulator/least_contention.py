@@ -1,18 +1,18 @@
-"""The least time that collectives cost the compute stream, whatever runs beside what.
+"""A lower bound of the time that collectives cost the compute stream, over all choices of what overlaps what.
 
-While a collective runs it slows the kernel beside it, or the stream stands still. An order may choose the kernel, but
-kernels that lose little are few. So this is a linear program, in which any part of a collective may run beside any
-kernel for as long as that lasts. With `x[c, k]` the time that collectives of kind `c` run beside kernels of kind `k`:
+While a collective runs, it slows the overlapping kernel, or the stream is idle. An order may choose that kernel, but
+only few kernels are slowed little. This is a linear program in which any part of a collective may overlap any kernel,
+up to the kernel's time. With `x[c, k]` the time that collectives of kind `c` overlap kernels of kind `k`:
 
-    least    sum of x[c, k] * (1 - 1 / slow[c, k])                         what compute loses
-    so that  sum over k of x[c, k] / stretch[c, k] = time of all collectives of kind c
-             sum over c of x[c, k] / slow[c, k] <= time of all kernels of kind k
+    minimize    sum of x[c, k] * (1 - 1 / slow[c, k])                         time lost by compute
+    subject to  sum over k of x[c, k] / stretch[c, k] = time of all collectives of kind c
+                sum over c of x[c, k] / slow[c, k] <= time of all kernels of kind k
 
-Standing still is a kind of kernel that lasts as long as one likes and loses all of its time; a stream that stands still
-anyhow (between kernels) loses nothing. Any prices of a collective's time bound the program from below (its dual): how
-well they are chosen decides how tight the bound is, not whether it holds.
+An idle stream is a kind of kernel with unlimited time, all of which is lost; where the stream is idle in every order
+(between kernels), nothing is lost. By duality, any prices of the collectives' time give a lower bound of the program:
+the choice of prices affects how tight the bound is, not its validity.
 
-It is taken for one queue at a time. A collective of another queue beside it may cost nothing more.
+The bound considers one queue at a time, because collectives of another queue that run meanwhile need not cost more.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from collections.abc import Sequence
 
 from overlapc.estimators.simulator.machine import Costs, StepKind
 
-_FINEST = 1e-5  # of a price: further steps change a bound by less than that share of the collectives' time
+_FINEST = 1e-5  # smallest step of a price; it changes a bound by less than that fraction of the collectives' time
 
 
 def least_contention_ns(costs: Costs, idle_ns: float) -> float:
-    """Time that every order needs over and above what its kernels take alone and `idle_ns`.
+    """Return the ns that every order needs in addition to its kernels' time without contention and `idle_ns`.
 
-    idle_ns: the stream stands still for that long anyhow.
+    idle_ns: time that the stream is idle in every order.
     """
     kernels: dict[int, float] = {}  # load -> time of its kernels
-    queues: list[dict[int, float]] = [{} for _ in range(costs.queues)]  # of each: traffic -> time of its collectives
+    queues: list[dict[int, float]] = [{} for _ in range(costs.queues)]  # by queue: traffic -> time of its collectives
     for at, step in enumerate(costs.step):
         if step == StepKind.COMPUTE:
             kernels[costs.load[at]] = kernels.get(costs.load[at], 0.0) + costs.ns[at]
@@ -41,7 +41,7 @@ def least_contention_ns(costs: Costs, idle_ns: float) -> float:
 
 
 class _Prices:
-    """The dual for one queue: a price for each kind of collective. One kind costs any kernel the same."""
+    """The dual program for one queue: a price for each kind of collective, where a kind has the same slowdowns."""
 
     def __init__(self, costs: Costs, kernels: dict[int, float], collectives: dict[int, float], idle_ns: float) -> None:
         kinds: dict[tuple[tuple[float, float], ...], float] = {}
@@ -58,7 +58,7 @@ class _Prices:
             self.kernels_ns[row] = self.kernels_ns.get(row, 0.0) + ns
 
     def highest_ns(self) -> float:
-        """The best bound that is found by moving all prices together and each by itself, by ever smaller steps."""
+        """Return the best bound found by changing all prices together and each separately, in ever smaller steps."""
         kinds = range(len(self.collectives_ns))
         prices, best, step = [0.0 for _ in kinds], 0.0, 0.5
         while step > _FINEST:
@@ -74,7 +74,7 @@ class _Prices:
         return best
 
     def _bound_ns(self, prices: Sequence[float]) -> float:
-        """The bound that prices of at most 1 prove."""
+        """Return the lower bound that `prices`, each at most 1, prove."""
         bound = sum(price * ns for price, ns in zip(prices, self.collectives_ns, strict=True))
         for row, ns in self.kernels_ns.items():
             worth = max(price * gain - loss for price, (gain, loss) in zip(prices, row, strict=True))

@@ -1,14 +1,13 @@
 """A lower bound of the step time over all orders of a schedule's nodes.
 
-Every node has a *head*, the least time that must pass before it can begin, and a *tail*, the least that
-must pass after it ends, both along its dependences (mutations and barriers included, which no pass may
-undo, but not the order among collectives, which a pass may be allowed to change). Each resource (the compute
-stream, each queue) runs one node at a time, so a step takes at least as long as the best preemptive schedule
-of its nodes between their heads and tails, which Jackson's rule finds (run the ready node with the longest
-tail) in O(n log n). Launches cost host time one after the other.
+Every node has a *head*, the minimum time before it can begin, and a *tail*, the minimum time after it ends, both along
+its dependences. These include mutations and barriers, which no pass may undo, but not the order among collectives,
+which a pass may be allowed to change. Each resource (the compute stream, each queue) runs one node at a time, so a step
+takes at least as long as the best preemptive schedule of its nodes between their heads and tails, which Jackson's rule
+(run the ready node with the longest tail) finds in O(n log n). Launches cost host time one after the other.
 
-That leaves out what collectives and compute cost each other. The compute stream also takes at least what all of its
-kernels take alone, the gaps between them, and the least contention (least_contention.py) together.
+That bound ignores contention. A second bound of the compute stream is the sum of its kernels' times without contention,
+the gaps between them, and the least contention (least_contention.py).
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import Schedule
 
-_ROUNDING_NS = 2.0**-8  # a node: times lie on a grid of 2^-10 ns, and few of a node's are rounded
+_ROUNDING_NS = 2.0**-8  # per node: times are rounded to multiples of 2^-10 ns, a few of them for each node
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """The lower bound of a step, and what every order has of two kinds of loss."""
+    """The lower bound of a step, and the contention and idle time that every order has."""
 
     ns: float
-    contention_ns: float = 0.0  # the least that compute and collectives cost each other
+    contention_ns: float = 0.0  # the least contention between compute and collectives
     idle_ns: float = 0.0  # gaps between kernels
 
 
 def lower_bound(schedule: Schedule, profile: DeviceProfile) -> LowerBound:
-    """At most the step time of every legal order of `schedule` on `profile`."""
+    """Return a lower bound of the step time of all legal orders of `schedule` on `profile`."""
     costs = costs_of(schedule, profile)
     step, count = costs.step, len(schedule.nodes)
     launched = [at for at in range(count) if step[at] == StepKind.COMPUTE or costs.is_collective(at)]
@@ -45,11 +44,11 @@ def lower_bound(schedule: Schedule, profile: DeviceProfile) -> LowerBound:
         return LowerBound(0.0)
     on_stream = [at for at in launched if step[at] != StepKind.START]
     gap = [costs.gap_ns if step[at] in (StepKind.COMPUTE, StepKind.COMM) else 0.0 for at in range(count)]
-    takes = [0.0] * count  # the gap before it included
+    takes = [0.0] * count  # including the gap before the node
     for at in launched:
         takes[at] = gap[at] + costs.ns[at]
     head, tail = _heads_and_tails(schedule, costs, takes, gap)
-    # Of each queue; a collective that holds the stream runs on its queue behind its gap.
+    # By queue; a blocking collective (COMM) runs on its queue after its gap.
     queues: dict[int, list[int]] = {}
     for at in launched:
         if costs.is_collective(at) and schedule.nodes[at].comm is not None:
@@ -71,13 +70,13 @@ def lower_bound(schedule: Schedule, profile: DeviceProfile) -> LowerBound:
 def _heads_and_tails(
     schedule: Schedule, costs: Costs, takes: Sequence[float], gap: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """The least time before each node begins (or the gap before it), and after it ends."""
+    """Return the minimum time before each node (or the gap before it) begins, and the minimum time after it ends."""
     count = len(takes)
     deps, step = dependencies.of(schedule), costs.step
     head, tail = [0.0] * count, [0.0] * count
 
     def between(before: int, after: int) -> float:
-        """The least time between their beginnings: a START is issued at once, and only its wait takes time."""
+        """Return the minimum time between the beginnings of two nodes: a START takes no time except for its wait."""
         if step[before] == StepKind.START and costs.waits_for.get(after) != before:
             return 0.0
         return takes[before]
@@ -100,7 +99,7 @@ def _heads_and_tails(
 def one_machine_ns(
     head: Sequence[float], duration: Sequence[float], tail: Sequence[float], nodes: Sequence[int]
 ) -> float:
-    """The shortest preemptive schedule of `nodes` on one machine: a lower bound for any order of them."""
+    """Return the length of the shortest preemptive schedule of `nodes` on one machine, a lower bound for any order."""
     waiting = sorted(nodes, key=lambda at: head[at])
     ready: list[tuple[float, int]] = []
     left = {at: duration[at] for at in nodes}

@@ -1,12 +1,13 @@
-"""The machine that a replay runs on: a host that launches, one compute stream, a queue for each `Comm.queue`.
+"""The simulated machine: a host that launches, one compute stream, and a queue for each `Comm.queue`.
 
-`timeline.simulate` runs a whole schedule on it, `incremental.Replay` parts of one. timeline.py says what its rules are.
+`timeline.simulate` runs a whole schedule on it, `incremental.Replay` parts of one. timeline.py describes its rules.
 
-**Times lie on a grid** of 2^-10 ns, a power of two: sums and differences of such floats are exact, and products with a
-factor of contention are rounded to it. So nothing that happens depends on when it happens, only on what lies between,
-and a part of a step that is replayed from another moment gives bit for bit the times that it gave before.
+**Times are multiples of 2^-10 ns.** Sums and differences of such floats are exact, and products with a contention
+factor are rounded to such a multiple. So results depend only on time differences, not on absolute times, and a part of
+a step that is simulated again with another start time gives bit for bit the same durations.
 
-An event is the end of a node or of a collective, or the beginning of a collective; a replay is linear in them.
+An event is the end of a node or of a collective, or the start of a collective; the cost of a simulation is linear in
+their number.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from overlapc.estimators.contention import (
 from overlapc.estimators.device import DeviceProfile
 from overlapc.schedule.model import Kind, Node, Schedule
 
-# Adding and subtracting this leaves a float on the grid: its last bit stands for 2^-10 ns. Up to 36 minutes a product.
+# Adding and subtracting this rounds a float to a multiple of 2^-10 ns, the value of its last bit, up to 36 minutes.
 _ROUNDER = 1.5 * 2.0**42
 T = TypeVar("T")
-# (times as long as compute takes, times as long as each collective does)
+# (slowdown factor of compute, slowdown factors of the running collectives)
 Mix = tuple[float, tuple[float, ...]]
-_NOTHING = -1  # the load of a compute stream that stands still
+_NOTHING = -1  # the load of an idle compute stream
 
 
 def on_grid(ns: float) -> float:
-    """The multiple of 2^-10 ns that is nearest."""
+    """Return the nearest multiple of 2^-10 ns."""
     return (ns + _ROUNDER) - _ROUNDER
 
 
@@ -60,13 +61,13 @@ class _NodeCosts(NamedTuple):
 
 
 class Costs:
-    """Facts about the nodes of a schedule that a replay needs; lists are by position.
+    """The properties of a schedule's nodes that a simulation needs; lists are indexed by position.
 
-    Loads and traffic are numbers here, so that what a mix of them costs is looked up and not computed again.
+    Loads and traffic are represented by indices, so that the contention of a combination is computed once and cached.
     """
 
     def __init__(self, schedule: Schedule, profile: DeviceProfile, known: Costs | None = None) -> None:
-        """known: of another order of these nodes, whose work is not done again."""
+        """known: the costs of another order of these nodes, which are reused."""
         self.profile = profile
         self.contenders: list[Contender] = [] if known is None else known.contenders
         self.traffics: list[Traffic] = [] if known is None else known.traffics
@@ -108,12 +109,12 @@ class Costs:
             traffic = _number(traffic_of(node, self.profile), self._traffic_ids, self.traffics)
             ns = on_grid(ns + self.profile.collective_gap_ns) if node.estimate is not None else ns
         else:
-            step = StepKind.NOTHING  # a wait too, until it is known to wait for something
+            step = StepKind.NOTHING  # also for a wait; `__init__` sets WAIT if the schedule has its start
         found = self._of[node.name] = _NodeCosts(node, int(step), ns, load, traffic)
         return found
 
     def mix(self, load: int, traffics: tuple[int, ...]) -> Mix:
-        """What these cost each other while they run together."""
+        """Return the slowdown factors of a load and of collectives that run at the same time."""
         mixes = self.mixes(traffics)
         known = mixes.get(load)
         if known is None:
@@ -124,7 +125,7 @@ class Costs:
         return known
 
     def mixes(self, traffics: tuple[int, ...]) -> dict[int, Mix]:
-        """By load, what `mix` was asked about with this traffic."""
+        """Return the cache of `mix` for this traffic, by load."""
         found = self._mixes.get(traffics)
         if found is None:
             found = self._mixes[traffics] = {}
@@ -132,7 +133,7 @@ class Costs:
 
 
 def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:
-    """The number of a value among `values`, which gets it if it is new."""
+    """Return the index of a value in `values`; append it if it is new."""
     number = numbers.setdefault(value, len(values))
     if number == len(values):
         values.append(value)
@@ -140,39 +141,39 @@ def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:
 
 
 def costs_of(schedule: Schedule, profile: DeviceProfile) -> Costs:
-    """The costs of a schedule on a machine, kept with it."""
+    """Return the costs of a schedule on a machine, cached with the schedule."""
     base = schedule.like
     like = None if base is None else base.known_fact("costs", of=profile)
     return schedule.fact("costs", lambda: Costs(schedule, profile, like), of=profile)
 
 
 class Machine:
-    """The state of a replay: `now` is the compute stream's clock, and queues have been run up to it."""
+    """The state of a simulation: `now` is the compute stream's clock, up to which the queues are simulated, too."""
 
     def __init__(self, costs: Costs, start: list[float], end: list[float]) -> None:
-        """start, end: by position in the schedule; where times are noted."""
+        """start, end: lists by position in the schedule, to which times are written."""
         self.costs = costs
         self.start, self.end = start, end
         self.now = 0.0
         self.host = 0.0
-        self.idle = 0.0  # the compute stream waiting for the host, and between kernels
-        self.exposed: dict[int, float] = {}  # collective -> time that the compute stream stood still for it
-        self.most_ahead = -math.inf  # the most that the host was ahead of the stream's clock, when that mattered
-        self.running: list[int | None] = [None] * costs.queues  # the collective that runs
-        self.left = [0.0] * costs.queues  # of its duration, undisturbed
+        self.idle = 0.0  # time that the compute stream waits for the host, and gaps between kernels
+        self.exposed: dict[int, float] = {}  # collective -> time that the compute stream waits for it
+        self.most_ahead = -math.inf  # largest lead of the host's clock over the stream's at a time when it matters
+        self.running: list[int | None] = [None] * costs.queues  # the running collective, by queue
+        self.left = [0.0] * costs.queues  # its remaining time without contention
         self.issued = [0] * costs.queues
         self.waiting: list[deque[tuple[int, float]]] = [
             deque() for _ in range(costs.queues)
-        ]  # (collective, not before)
-        self.queued = 0  # how many wait in all queues
+        ]  # (collective, earliest start)
+        self.queued = 0  # number of waiting collectives in all queues
         self.in_flight: set[int] = set()  # collectives that wait or run
-        self.active: tuple[int, ...] = ()  # queues that run something
-        self.traffic: tuple[int, ...] = ()  # of what they run
-        self.mixes: dict[int, Mix] = {}  # `Costs.mixes` of it
+        self.active: tuple[int, ...] = ()  # queues that run a collective
+        self.traffic: tuple[int, ...] = ()  # the traffic of these collectives
+        self.mixes: dict[int, Mix] = {}  # `Costs.mixes` for that traffic
         self.held = costs.profile.collectives_wait_for_kernels
 
     def run(self, nodes: Iterable[int]) -> None:
-        """Replay these nodes, given by position in the schedule, in this order."""
+        """Simulate nodes, given by position in the schedule, in this order."""
         costs, start, end = self.costs, self.start, self.end
         steps, durations, loads, waits_for = costs.step, costs.ns, costs.load, costs.waits_for
         launch_ns, gap_ns, synchronous = costs.launch_ns, costs.gap_ns, costs.profile.synchronous
@@ -222,7 +223,7 @@ class Machine:
                 self.host = self.now
 
     def finish(self) -> None:
-        """Starts without a wait still end with the step."""
+        """Run all collectives to their end, because starts without a wait still end before the step does."""
         for queue, waiting in enumerate(self.waiting):
             last = waiting[-1][0] if waiting else self.running[queue]
             if last is not None:
@@ -237,14 +238,16 @@ class Machine:
         self.in_flight.add(at)
 
     def _computes_beside_one(self, at: int) -> bool:
-        """Run a kernel, and what the stream waits before it, beside the one collective that runs: most of what happens.
-        False, and nothing done, if that collective ends meanwhile, or another may begin."""
+        """Simulate a kernel, with the idle time before it, beside the only running collective: the most frequent case.
+
+        Return False without changes if that collective ends meanwhile, or if another one may begin.
+        """
         costs, now = self.costs, self.now
         (queue,) = self.active
         left_ns = self.left[queue]
         gap_end = now + costs.gap_ns
-        # Others that wait on this queue cannot begin while it runs one. On another queue they begin as soon as the host
-        # lets them, unless they wait for this kernel.
+        # Collectives waiting on this queue cannot begin while one runs on it. Those of another queue begin as soon as
+        # the host has issued them, unless they wait for this kernel.
         if self.queued and (self.host > gap_end or not self.held) and self.queued != len(self.waiting[queue]):
             return False
         begin = now
@@ -256,7 +259,7 @@ class Machine:
                 left_ns -= ((until - begin) / stretch + _ROUNDER) - _ROUNDER
                 begin = until
         slow, (stretch,) = self.mixes.get(costs.load[at]) or costs.mix(costs.load[at], self.traffic)
-        takes_ns = (costs.ns[at] * slow + _ROUNDER) - _ROUNDER  # on_grid, at half the time
+        takes_ns = (costs.ns[at] * slow + _ROUNDER) - _ROUNDER  # on_grid inlined, in half the time
         if (left_ns * stretch + _ROUNDER) - _ROUNDER <= takes_ns:
             return False
         self.left[queue] = left_ns - ((takes_ns / stretch + _ROUNDER) - _ROUNDER)
@@ -270,7 +273,7 @@ class Machine:
         return True
 
     def _compute(self, left_ns: float, load: int) -> None:
-        """Run this on the compute stream beside whatever is in the queues."""
+        """Simulate compute of `left_ns` (without contention) beside the collectives in the queues."""
         begins = not self.held
         if begins:
             self._begin()
@@ -287,7 +290,7 @@ class Machine:
                 self._begin()
 
     def _stand_until_host(self) -> None:
-        """The compute stream has nothing to do until the host has launched the next node."""
+        """Leave the compute stream idle until the host has launched the next node."""
         while self.now < self.host:
             self._begin()
             _, stretches = self.mixes.get(_NOTHING) or self.costs.mix(_NOTHING, self.traffic)
@@ -296,7 +299,7 @@ class Machine:
             self._advance(until, stretches)
 
     def _stand_until_done(self, collective: int) -> None:
-        """The compute stream stands still until a collective is done; that is its queue's exposed time."""
+        """Block the compute stream until a collective is done; that time is exposed time of the queue's collectives."""
         queue = self.costs.queue[collective]
         while collective in self.in_flight:
             self._begin()
@@ -311,7 +314,7 @@ class Machine:
             self._begin()
 
     def _pass(self, until: float) -> None:
-        """The compute stream has nothing to do up to `until`, and what has not begun does not begin meanwhile."""
+        """Leave the compute stream idle up to `until`; no collective begins meanwhile."""
         self.idle += until - self.now
         while self.active and self.now < until:
             _, stretches = self.mixes.get(_NOTHING) or self.costs.mix(_NOTHING, self.traffic)
@@ -319,9 +322,9 @@ class Machine:
         self.now = until
 
     def _begin(self) -> None:
-        """Collectives at the head of their queues that may run by now do so."""
+        """Start the collectives at the heads of idle queues that may begin by now."""
         if not self.queued or (len(self.active) == 1 and self.queued == len(self.waiting[self.active[0]])):
-            return  # what waits is behind what runs
+            return  # all waiting collectives are behind the running one
         for queue, waiting in enumerate(self.waiting):
             if waiting and self.running[queue] is None and waiting[0][1] <= self.now:
                 at, _ = waiting.popleft()
@@ -331,20 +334,20 @@ class Machine:
                 self.set_active()
 
     def set_active(self) -> None:
-        """Note which queues run something; to be called when that changed."""
+        """Update `active`, `traffic` and `mixes`; must be called when `running` changes."""
         running, traffic = self.running, self.costs.traffic
         self.active = tuple([queue for queue, at in enumerate(running) if at is not None])
         self.traffic = tuple([traffic[at] for at in running if at is not None])
         self.mixes = self.costs.mixes(self.traffic)
 
     def _next_change(self, stretches: tuple[float, ...], *, begins: bool) -> float:
-        """When the first of what runs ends, or (begins) another collective begins."""
+        """Return the time at which the first running collective ends or, if `begins`, another one begins."""
         left, takes_ns = self.left, math.inf
         for queue, stretch in zip(self.active, stretches, strict=True):
             ns = left[queue] * stretch
-            if ns < takes_ns:  # half the time of min(), and most of a replay is here
+            if ns < takes_ns:  # half the time of min(), in the hottest loop of the simulation
                 takes_ns = ns
-        until = self.now + ((takes_ns + _ROUNDER) - _ROUNDER)  # on_grid, at half the time; so below
+        until = self.now + ((takes_ns + _ROUNDER) - _ROUNDER)  # on_grid inlined, in half the time; so below
         if begins and self.queued:
             for queue, waiting in enumerate(self.waiting):
                 if waiting and self.running[queue] is None:
@@ -356,7 +359,7 @@ class Machine:
         span = until - self.now
         done = False
         for queue, stretch in zip(self.active, stretches, strict=True):
-            # As `_next_change` adds it up, so that one is done then, also where times are too long to lie on the grid.
+            # The same sum as in `_next_change`, so that a collective is done then even if long times are inexact.
             if self.now + ((self.left[queue] * stretch + _ROUNDER) - _ROUNDER) <= until:
                 at = self.running[queue]
                 assert at is not None

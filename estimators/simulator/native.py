@@ -1,7 +1,7 @@
-"""`replay.c`, built once per machine and kept beside the kernels: replays at some 30 times the speed of Python's.
+"""The simulator in C (`replay.c`), built once per machine and cached with the kernels; some 30 times as fast as Python.
 
-What it gives is what `machine.py` and `incremental.Replay` give, to the last bit, so it does not matter to ranks that
-have to agree which of them has a compiler. Without one replays run in Python.
+Its results are bitwise equal to those of `machine.py` and `incremental.Replay`, so ranks agree on plans even if only
+some of them have a compiler. Without a compiler the simulation runs in Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from overlapc.runtime.toolchain import compile_error, find_compiler
 from overlapc.schedule.model import Schedule
 
 _SOURCE = Path(__file__).with_name("replay.c")
-# No product and sum in one rounding: times are those of Python's floats.
+# Without contraction to fused multiply-add, times equal those of Python's floats.
 _FLAGS = ("-x", "c", "-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 _log = logging.getLogger("overlapc")
 
@@ -37,7 +37,7 @@ _ASK = ctypes.CFUNCTYPE(
 
 
 class _Totals(ctypes.Structure):
-    """As in replay.c."""
+    """`Totals` of replay.c."""
 
     _fields_ = (
         ("step_ns", ctypes.c_double),
@@ -48,13 +48,13 @@ class _Totals(ctypes.Structure):
 
 
 def replay_of(schedule: Schedule, profile: DeviceProfile, cache_dir: Path | None) -> Moves:
-    """The replay of an order that changes: by replay.c where it can be built and kept in `cache_dir`."""
+    """Return the incremental simulation of a schedule: in C if replay.c can be built and cached in `cache_dir`."""
     library = None if cache_dir is None else library_in(cache_dir)
     return Replay(schedule, profile) if library is None else NativeReplay(library, schedule, profile)
 
 
 def simulated(costs: Costs, cache_dir: Path | None) -> Simulated | None:
-    """A whole replay by replay.c; None where it cannot be built."""
+    """Simulate a whole schedule in C; None if replay.c cannot be built."""
     library = None if cache_dir is None else library_in(cache_dir)
     if library is None:
         return None
@@ -66,8 +66,7 @@ def simulated(costs: Costs, cache_dir: Path | None) -> Simulated | None:
 
 
 class Simulated(NamedTuple):
-    """By node when it began, when it ended, and how long the compute stream stood still for it; the step, and its time
-    without work."""
+    """The times of a simulation: start, end and exposed time of each node; the step time, and the idle time in it."""
 
     start_ns: Sequence[float]
     end_ns: Sequence[float]
@@ -77,7 +76,7 @@ class Simulated(NamedTuple):
 
 
 class NativeReplay(Moves):
-    """As `Replay`."""
+    """`Replay` in C."""
 
     def __init__(self, library: ctypes.CDLL, schedule: Schedule, profile: DeviceProfile, *, block: int = BLOCK) -> None:
         super().__init__(len(schedule.nodes))
@@ -88,7 +87,7 @@ class NativeReplay(Moves):
         self.timing = self._noted(library.replay_now(self._replay))
 
     def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
-        """As `Moves.try_window`."""
+        """See `Moves.try_window`."""
         nodes = list(nodes)
         if self._tried is not None and self._tried[:2] == (low, nodes):
             return self._tried[2]
@@ -98,7 +97,7 @@ class NativeReplay(Moves):
         return self._tried[2]
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
-        """As `Moves.apply`."""
+        """See `Moves.apply`."""
         self.try_window(low, nodes)
         self.timing = self._noted(self._library.replay_apply(self._replay))
         self._tried = None
@@ -111,7 +110,7 @@ class NativeReplay(Moves):
 
 
 class _Facts:
-    """What replay.c is told about a schedule; it reads these arrays as long as it lives."""
+    """The arrays that describe a schedule to replay.c; they must live as long as the replay, which reads them."""
 
     def __init__(self, costs: Costs) -> None:
         count, profile = len(costs.ns), costs.profile
@@ -141,7 +140,7 @@ def _answers(costs: Costs) -> Callable[..., int]:
 
 @lru_cache(None)
 def library_in(cache_dir: Path) -> ctypes.CDLL | None:
-    """The built library; None, logged, where it cannot be built."""
+    """Return the library built from replay.c; None, with a log message, if it cannot be built."""
     try:
         library = ctypes.CDLL(str(_built(cache_dir)))
     except (ToolchainError, OSError) as error:
@@ -159,7 +158,7 @@ def library_in(cache_dir: Path) -> ctypes.CDLL | None:
 
 
 def _built(cache_dir: Path) -> Path:
-    # Any C compiler gives the same numbers: a warm start need not even find out which there is.
+    # The key does not contain the compiler, because all give the same numbers; a warm start need not look for one.
     key = content_key(_SOURCE.read_text(), *_FLAGS, platform.machine())
 
     def build(library: Path) -> None:

@@ -1,8 +1,9 @@
-/* The machine of machine.py and the replay of incremental.py, to the last bit, at 30 times their speed.
+/* The machine of machine.py and the replay of incremental.py with bitwise equal results, at 30 times their speed.
 
-   machine.py and incremental.py say what the rules are and why a replay is exact; names are the same here. What a mix of
-   work costs is asked of Python once (`Ask`) and then looked up. Nodes are positions in the schedule as it was given.
-   A collective waits in its queue while its place there is not below `begun`, and runs while `running` is it. */
+   machine.py and incremental.py describe the rules and why a replay is exact; names are the same here. The contention
+   of a combination of work is computed by Python once (`Ask`) and then cached. Nodes are positions in the original
+   schedule. A collective waits in its queue while its index there is at least `begun`, and runs while `running` is its
+   node. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -10,21 +11,21 @@
 
 enum Step { NOTHING, COMPUTE, WAIT, START, COMM };
 
-/* Adding and subtracting this leaves a float on the grid of times; see machine.py. */
+/* Adding and subtracting this rounds a float to a multiple of 2^-10 ns; see machine.py. */
 #define ROUNDER 6597069766656.0
 static inline double on_grid(double ns) { return (ns + ROUNDER) - ROUNDER; }
 static inline double most(double a, double b) { return a > b ? a : b; }
 static inline double least(double a, double b) { return a < b ? a : b; }
 
-/* Writes how many times as long compute takes, then each collective, and returns 0. */
+/* Writes the slowdown factors of compute and of each running collective, and returns 0. */
 typedef int (*Ask)(int load, int count, const int *traffic, double *stretches);
 
-/* What collectives that run together cost each other and each load beside them. */
+/* The slowdown factors of collectives that run together, and of each load beside them. */
 typedef struct Mixes {
   struct Mixes *next;
   int count;
   int *traffic;
-  double **by_load; /* [load + 1], NULL until asked: of compute, then of each collective */
+  double **by_load; /* [load + 1], NULL until computed: factor of compute, then of each collective */
 } Mixes;
 
 #define BUCKETS 1024
@@ -44,11 +45,11 @@ typedef struct {
   int *running, *issued, *begun;       /* by queue */
   double *left;                        /* likewise */
   int **issue;                         /* by queue: its collectives in the order issued */
-  double **not_before;                 /* and when each may begin */
+  double **not_before;                 /* earliest start of each of them */
   char *in_flight;                     /* by node */
-  int active_count, *active, *mixing;  /* queues that run something, and the traffic of what they run */
+  int active_count, *active, *mixing;  /* queues that run a collective, and the traffic of these collectives */
   Mixes *mixes;
-  /* By node, where somebody asks for them. */
+  /* Results, by node. */
   double *start, *end, *exposed_by;
 } Machine;
 
@@ -79,7 +80,7 @@ static void set_active(Machine *m) {
   *place = m->mixes = made;
 }
 
-/* Of compute, then of each collective that runs. load: -1 for a compute stream that stands still. */
+/* Return the slowdown factors of compute, then of each running collective. load: -1 for an idle compute stream. */
 static inline const double *mix(Machine *m, int load) {
   double *found = m->mixes->by_load[load + 1];
   if (!found) {
@@ -107,7 +108,7 @@ static void begin(Machine *m) {
   if (changed) set_active(m);
 }
 
-/* When the first of what runs ends, or (begins) another collective begins. */
+/* Return the time at which the first running collective ends or, if `begins`, another one begins. */
 static double next_change(Machine *m, const double *stretches, int begins) {
   double takes_ns = INFINITY;
   for (int i = 0; i < m->active_count; i++) takes_ns = least(takes_ns, m->left[m->active[i]] * stretches[i]);
@@ -139,7 +140,7 @@ static void advance(Machine *m, double until, const double *stretches) {
   if (done) set_active(m);
 }
 
-/* The compute stream has nothing to do up to `until`, and what has not begun does not begin meanwhile. */
+/* Leave the compute stream idle up to `until`; no collective begins meanwhile. */
 static void pass(Machine *m, double until) {
   m->idle += until - m->now;
   while (m->active_count && m->now < until) {
@@ -177,7 +178,8 @@ static void stand_until_done(Machine *m, int collective) {
   }
 }
 
-/* Run a kernel beside the one collective that runs. 0, and nothing done, if that ends meanwhile or another may begin. */
+/* Simulate a kernel beside the only running collective. Return 0 without changes if that one ends meanwhile, or if
+   another one may begin. */
 static int computes_beside_one(Machine *m, int at) {
   int queue = m->active[0];
   double left_ns = m->left[queue], gap_end = m->now + m->gap_ns, begins = m->now;
@@ -204,7 +206,7 @@ static int computes_beside_one(Machine *m, int at) {
   return 1;
 }
 
-/* Run this on the compute stream beside whatever is in the queues. */
+/* Simulate compute of `left_ns` (without contention) beside the collectives in the queues. */
 static void compute(Machine *m, double left_ns, int load) {
   int begins = !m->held;
   if (begins) begin(m);
@@ -283,7 +285,7 @@ static void run(Machine *m, const int *nodes, int count) {
   }
 }
 
-/* Starts without a wait still end with the step. */
+/* Run all collectives to their end, because starts without a wait still end before the step does. */
 static void finish(Machine *m) {
   for (int q = 0; q < m->queues; q++) {
     int last = m->begun[q] < m->issued[q] ? m->issue[q][m->issued[q] - 1] : m->running[q];
@@ -293,13 +295,13 @@ static void finish(Machine *m) {
 
 /* --- replays */
 
-/* The replay of consecutive nodes, and the machine before the first of them, times counted from its clock. */
+/* The simulation of a block of nodes, and the state of the machine before it, with times relative to its clock. */
 typedef struct {
   double took_ns, idle_ns, exposed_ns;
-  double ahead_ns, most_ahead_ns; /* of the host; no part of the state */
-  int *issued, *begun, *late;     /* by queue; late: how many of the last ones issued the host does not let begin yet */
-  double *left_ns;                /* by queue; -1: nothing runs */
-  double *late_ns;                /* until it does, one queue after the other */
+  double ahead_ns, most_ahead_ns; /* lead of the host's clock; not part of the state */
+  int *issued, *begun, *late;     /* by queue; late: number of the last collectives that the host has not issued yet */
+  double *left_ns;                /* by queue; -1: no collective runs */
+  double *late_ns;                /* time until the late ones are issued, one queue after the other */
   int late_count, late_room;
 } Block;
 
@@ -311,9 +313,9 @@ typedef struct {
 typedef struct {
   Machine m;
   int length, count;    /* nodes of a block, blocks */
-  int *order, *place;   /* place: a collective's in its queue */
-  int **issue;          /* as `Machine.issue`, of the order that stands */
-  Block *blocks, *tried; /* of the order that stands, and of the trial where `changed` lists them */
+  int *order, *place;   /* place: index of a collective in its queue */
+  int **issue;          /* as `Machine.issue`, for the present order */
+  Block *blocks, *tried; /* of the present order; of the trial, for the blocks that `changed` lists */
   int *changed, changes;
   int low, high, *window; /* the trial */
   int *nodes;
@@ -360,7 +362,7 @@ static void land(Machine *m) {
     for (int i = m->begun[q] - (m->running[q] >= 0); i < m->issued[q]; i++) m->in_flight[m->issue[q][i]] = 0;
 }
 
-/* The machine in the state before a block, which begins so much later than in the order that stands. */
+/* Set the machine to the state before a block that begins `shift_ns` later than in the present order. */
 static void resume(Replay *r, int number, double shift_ns) {
   Machine *m = &r->m;
   Block *b = &r->blocks[number];
@@ -382,7 +384,7 @@ static void resume(Replay *r, int number, double shift_ns) {
   set_active(m);
 }
 
-/* Replay a block as it is in the trial. */
+/* Simulate a block in the order of the trial. */
 static void run_block(Replay *r, int number) {
   Machine *m = &r->m;
   Block *b = &r->tried[number];
@@ -404,7 +406,7 @@ static void run_block(Replay *r, int number) {
   r->now.blocks_replayed++;
 }
 
-/* The first block from `number` on in which the host was ahead, or is if all begins so much later. */
+/* Return the first block from `number` on in which the host was ahead, or is if it begins `shift_ns` later. */
 static int host_matters(Replay *r, int number, double shift_ns) {
   if (r->m.synchronous || !shift_ns) return r->count;
   double enough_ns = least(0, shift_ns);
@@ -412,7 +414,7 @@ static int host_matters(Replay *r, int number, double shift_ns) {
   return number;
 }
 
-/* The totals if `window` stood at positions low.. now. */
+/* Return the totals if the nodes at positions low.. were in the order `window`. */
 const Totals *replay_try(Replay *r, int low, const int *window, int length) {
   Machine *m = &r->m;
   r->trial = r->now;
@@ -445,7 +447,7 @@ const Totals *replay_try(Replay *r, int low, const int *window, int length) {
   return &r->trial;
 }
 
-/* Make the order that was tried last the one that stands. */
+/* Make the order that was tried last the present order. */
 const Totals *replay_apply(Replay *r) {
   Machine *m = &r->m;
   int free[m->queues];
@@ -470,7 +472,7 @@ const Totals *replay_apply(Replay *r) {
       r->tried[number] = old;
       shift_ns += r->blocks[number].took_ns - old.took_ns;
       change++;
-    } else if (!m->synchronous) { /* it begins later, which a host that runs ahead of the stream does not */
+    } else if (!m->synchronous) { /* the block is shifted in time, but the host's times are not */
       r->blocks[number].ahead_ns -= shift_ns;
       r->blocks[number].most_ahead_ns -= shift_ns;
     }
@@ -482,7 +484,7 @@ const Totals *replay_apply(Replay *r) {
   return &r->now;
 }
 
-/* --- made and freed */
+/* --- allocation */
 
 static void machine_init(Machine *m, int nodes, int queues, int loads, const int *facts, const double *ns,
                          const double *profile, Ask ask) {
@@ -507,7 +509,7 @@ static void machine_init(Machine *m, int nodes, int queues, int loads, const int
   m->issue = calloc(queues, sizeof(int *));
   m->not_before = calloc(queues, sizeof(double *));
   m->in_flight = calloc(nodes + 1, 1);
-  int *counts = m->mixing; /* free until something runs */
+  int *counts = m->mixing; /* unused until a collective runs */
   for (int at = 0; at < nodes; at++) counts[m->queue[at]] += m->step[at] == START || m->step[at] == COMM;
   for (int q = 0; q < queues; q++) {
     m->running[q] = -1;
@@ -538,8 +540,8 @@ static void machine_free(Machine *m) {
   free(m->in_flight);
 }
 
-/* A whole replay of the nodes in their order. times: by node when it began, when it ended and how long it was exposed,
-   then the step and the time without work. */
+/* Simulate all nodes in their order. times: start, end and exposed time of each node, then the step time and its idle
+   time. */
 void simulate(int nodes, int queues, int loads, const int *facts, const double *ns, const double *profile, Ask ask,
               double *times) {
   Machine m = {0};
@@ -582,7 +584,7 @@ Replay *replay_new(int nodes, int queues, int loads, const int *facts, const dou
   Replay *r = calloc(1, sizeof *r);
   Machine *m = &r->m;
   machine_init(m, nodes, queues, loads, facts, ns, profile, ask);
-  m->start = calloc(3 * (size_t)nodes + 1, sizeof(double)); /* noted, and read by nobody */
+  m->start = calloc(3 * (size_t)nodes + 1, sizeof(double)); /* written, but not read */
   m->end = m->start + nodes;
   m->exposed_by = m->end + nodes;
   r->length = length;
