@@ -1,7 +1,7 @@
-"""One compiled graph on disk: the printed wrapper, its kernels' sources and its record.
+"""The disk cache of compiled graphs: the wrapper's code, its kernels' sources and its record.
 
-An entry is found by `graph_key`; what it holds is text (see `stored`), and the compiled kernels have entries of their
-own. Ranks take an entry only if all of them have one with the same order of collectives (`CompiledGraph.order`).
+The cache key is `graph_key`. Entries contain text only (see `stored`); compiled kernels have separate entries. Ranks
+use an entry only if all of them have one with the same order of collectives (`CompiledGraph.order`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from overlapc.runtime.cache import KernelCache
 from overlapc.warm.fingerprint import NotCacheable
 from overlapc.warm.stored import UNREADABLE, decode, encode
 
-FORMAT = 6  # of an entry; entries of another format are not found
+FORMAT = 6  # version of the entries; entries of other versions are ignored
 _SUFFIX = ".graph.json"
 
 
 def find(key: str, cache_dir: Path) -> CompiledGraph | None:
-    """The entry, or None when there is none that is whole and of this format."""
+    """Return the entry, or None if there is none that is intact and of this format."""
     text = _cache(cache_dir).read(key, _SUFFIX)
     if text is None:
         return None
@@ -39,7 +39,7 @@ def find(key: str, cache_dir: Path) -> CompiledGraph | None:
 
 
 def store(key: str, graph: CompiledGraph, cache_dir: Path) -> None:
-    """Writes the entry. NotCacheable when something in it has no text."""
+    """Write the entry; raise NotCacheable if it contains an object that cannot be written as text."""
     lost = sorted(name for name, text in graph.objects.items() if not text)
     if lost:
         raise NotCacheable(f"the wrapper calls {lost[0]}, which cannot be found again by name")

@@ -1,7 +1,7 @@
-"""A whole step on disk, found by the graph that Dynamo captured: neither AOTAutograd nor the compiler runs again.
+"""The disk cache of whole steps, found by the graph that Dynamo captured: neither AOTAutograd nor the compiler runs.
 
-Kept are steps with nothing special about them (`watch`), of plain tensors and DTensors of static sizes. All others
-still start warm graph by graph (`cached_graph`).
+A step is cached if it can run without AOTAutograd's wrapper (`watch`) and takes plain tensors and DTensors of static
+sizes. Other steps still start warm graph by graph (`cached_graph`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SUFFIX = ".step.json"
 
 
 def store(key: str, plan: StepPlan, keys: Sequence[str], cache_dir: Path) -> None:
-    """Keeps the step whose graphs (forward, then backward if it trains) are kept under `keys`."""
+    """Store the step whose graphs (forward, then backward if it trains) are cached under `keys`."""
     text = json.dumps({"format": FORMAT, "plan": encode(plan), "graphs": list(keys)})
     _cache(cache_dir).put(key, _SUFFIX, text)
 
 
 def find(key: str, cache_dir: Path) -> tuple[StepPlan, list[CompiledGraph]] | None:
-    """The plan and the graphs (forward, then backward if it trains) of a kept step, if all of it is there."""
+    """Return the plan and the graphs (forward, then backward if it trains) of a cached step; None if one is missing."""
     text = _cache(cache_dir).read(key, _SUFFIX)
     if text is None:
         return None
@@ -48,7 +48,7 @@ def find(key: str, cache_dir: Path) -> tuple[StepPlan, list[CompiledGraph]] | No
 
 
 def step_callable(plan: StepPlan, graphs: Sequence[Callable[[], Call]]) -> Callable[..., Any]:
-    """The step as a function. `graphs` make each graph callable; backward when it is first needed."""
+    """Return the step as a function. `graphs` make each graph callable; backward is made when first needed."""
     made: list[Call] = []
 
     def backward(arguments: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What a compilation depends on beside its graph, as one hash: options, software, devices and torch's global state."""
+"""Hash what a compilation depends on besides its graph: options, software, devices and torch's global state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CODE = ("*.py", "*.h", "*.json")
 
 
 def environment_key(config: Config) -> str:
-    """The hash; overlapc's own code is in it. NotCacheable for what cannot be told from outside, such as a function."""
+    """Return the hash, which covers overlapc's own code; NotCacheable for what has no hash, such as a function."""
     if foreign():
         raise NotCacheable(f"a kernel generator that is no part of overlapc, for {', '.join(foreign())}")
     return content_key(_code_key(), *_options(config), *_versions(), *_switches())
@@ -29,14 +29,14 @@ def environment_key(config: Config) -> str:
 
 @functools.cache
 def _code_key() -> str:
-    """Hash of overlapc's own files, those of the linked folders (passes, estimators) included."""
+    """Return a hash of overlapc's own files, including those of the linked folders (passes, estimators)."""
     folders = [_PACKAGE, *(each.resolve() for each in _PACKAGE.iterdir() if each.is_symlink())]
     files = sorted(file for folder in folders for pattern in _CODE for file in folder.rglob(pattern))
     return content_key(*(file.read_bytes() for file in files))
 
 
 def _passes_are_ours(names: Sequence[str]) -> None:
-    from overlapc.passes.runner import is_ours  # which imports all passes: few runs name any
+    from overlapc.passes.runner import is_ours  # imports all passes, and few runs name any
 
     for name in names:
         if not is_ours(name):
@@ -73,7 +73,7 @@ def _devices() -> Iterator[str]:
 
 
 def _switches() -> Iterator[str]:
-    """State of torch that tracing and decompositions read."""
+    """Yield the global state of torch that tracing and decompositions read."""
     yield f"grad={torch.is_grad_enabled()} inference={torch.is_inference_mode_enabled()}"
     yield f"deterministic={torch.are_deterministic_algorithms_enabled()}"
     yield f"dtype={torch.get_default_dtype()} device={torch.get_default_device()}"

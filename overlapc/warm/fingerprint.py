@@ -1,8 +1,8 @@
-"""The input of a compilation as one hash: a graph of ATen ops, or the graph that Dynamo captured.
+"""Hash the input of a compilation: a graph of ATen ops, or the graph that Dynamo captured.
 
-Two compilations with one fingerprint in one environment (`warm.environment`) would produce the same program. What
-cannot be told from outside (an operator of a user's library, a Python object in the graph) raises NotCacheable: such a
-graph is compiled every time.
+Two compilations with the same fingerprint in the same environment (`warm.environment`) produce the same program. A
+graph that contains something without a fingerprint (an operator of a user's library, a Python object) raises
+NotCacheable and is compiled every time.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from overlapc.runtime.cache import content_key
 
 
 class NotCacheable(OverlapcError):
-    """Why a graph has no fingerprint; it is compiled as if there were no cache."""
+    """A graph cannot be cached, with the reason; it is compiled as if there were no cache."""
 
 
 def graph_key(gm: fx.GraphModule, *context: str) -> str:
-    """Hash of a graph of ATen ops with its metadata, and of `context`."""
+    """Return the hash of a graph of ATen ops with its metadata, and of `context`."""
     return content_key(*context, *_lines(gm))
 
 
 def user_graph_key(
     gm: fx.GraphModule, inputs: Sequence[Any], *context: str, params: Mapping[str, Any] | None = None
 ) -> str:
-    """Hash of a graph as Dynamo captured it, on plain tensors and DTensors of static sizes, and of `context`.
+    """Return the hash of `context` and a graph that Dynamo captured, on plain tensors and DTensors of static sizes.
 
-    params: what the strings stand for by which the graph names sharded parameters; these count up in a process.
-    NotCacheable for what AOTAutograd would decide by looking at more than the graph says.
+    params: descriptions of the sharded parameters by the strings that name them in the graph, which contain a number
+    that depends on the process. Raises NotCacheable if AOTAutograd's result depends on more than the graph.
     """
     taken = [_user_input(value) for value in inputs]
     return content_key(*context, *taken, str(shared_memory(inputs)), *_user_lines(gm, params or {}))
 
 
 def shared_memory(inputs: Sequence[Any]) -> list[list[int]]:
-    """Which of `inputs` are views of one memory: AOTAutograd takes those together if one of them is changed."""
+    """Return the groups of `inputs` (positions) that share memory: AOTAutograd joins a group if one input changes."""
     found: dict[int, list[int]] = {}
     for at, given in enumerate(inputs):
-        value = getattr(given, "_local_tensor", given)  # of a DTensor
+        value = getattr(given, "_local_tensor", given)  # a DTensor's local part
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
             found.setdefault(value.untyped_storage()._cdata, []).append(at)
     return [each for each in found.values() if len(each) > 1]
@@ -82,9 +82,9 @@ def _lines(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _attribute(gm: fx.GraphModule, node: Node) -> Iterator[str]:
-    """What the graph carries along: a tensor is taken from the graph itself later, so its form is enough.
+    """Yield the fingerprint of an attribute. Of a tensor the form suffices, because its values are read later.
 
-    But for one number, which kernels may have as a constant.
+    The exception is a tensor of one number, which kernels may contain as a constant.
     """
     held: Any = gm
     for part in str(node.target).split("."):
@@ -103,7 +103,7 @@ def _target(node: Node) -> str:
     if isinstance(target, str | torch._ops.OpOverload):
         return str(target)
     name = getattr(target, "__name__", "")
-    qualified = getattr(target, "__qualname__", name)  # torch gives functions made by one function their names only
+    qualified = getattr(target, "__qualname__", name)  # of functions made by one function only their __name__ differs
     return f"{getattr(target, '__module__', '')}.{qualified}{'' if qualified.endswith(name) else f' {name}'}"
 
 
@@ -142,7 +142,7 @@ def _argument(value: Any) -> str:
 
 
 def _ranks(name: str) -> str:
-    """Of a process group, with its backends: another job may give its name to others."""
+    """Return the ranks and backends of a process group: in another job the group of this name may have others."""
     from torch.distributed import distributed_c10d
 
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -152,8 +152,10 @@ def _ranks(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A fake tensor's form, sizes as symbols with their hints; and where in its memory it begins: `as_strided` goes by
-    that, and so does its gradient."""
+    """Return a fake tensor's dtype, device, flags, sizes and strides (symbols with their hints) and storage offset.
+
+    `as_strided` and its gradient depend on the storage offset.
+    """
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             return f"{value.layout} {value.dtype} {value.device} {tuple(value.shape)}"
@@ -187,7 +189,7 @@ def _user_input(value: Any) -> str:
 
 
 def _is_of_dtensors(value: Any, name: str) -> bool:
-    """Whether a value is of that class of torch's, which a process without DTensors need not import."""
+    """Whether a value is of the DTensor class called `name`, without importing DTensor."""
     kinds = type(value).__mro__[:-1]
     ours = type(value).__module__.startswith("torch.distributed.tensor")
     return ours and any(kind.__name__ == name for kind in kinds)
@@ -207,7 +209,7 @@ def _dtensor(value: Any) -> str:
 
 
 def _mesh(mesh: Any) -> str:
-    """Its axes, their groups with ranks, and which rank this is: constants of the graph depend on that."""
+    """Return a mesh's axes, their groups with ranks, and this rank, on which constants in the graph depend."""
     axes = [f"{mesh.size(dim)} {_argument(mesh.get_group(dim).group_name)}" for dim in range(mesh.ndim)]
     return f"mesh {mesh.device_type} {mesh.mesh_dim_names} {axes} rank {dist.get_rank()} of {dist.get_world_size()}"
 
@@ -235,7 +237,7 @@ _KNOWN_NAMESPACES = frozenset({"aten", "prims"})
 
 
 def _expect_known(node: Node) -> None:
-    """NotCacheable for a call whose meaning lies outside torch and overlapc: its code is not in the key."""
+    """Raise NotCacheable for a call of code outside of torch and overlapc, which the key does not cover."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         raise NotCacheable(f"{node.name} calls {target}")
@@ -248,7 +250,7 @@ def _expect_known(node: Node) -> None:
             raise NotCacheable(f"{node.name} calls a function that Dynamo made, which holds values")
         home = module.split(".")[0]
         known = home in ("torch", "overlapc", "_operator", "operator", "math", "builtins", "")
-        # Methods of C functions (`torch.sin`) have no module; by identity they are torch's.
+        # C functions of torch (`torch.sin`) have no module; they are recognized by identity.
         if home == "":
             known = _is_torch_function(target)
     if not known:

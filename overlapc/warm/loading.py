@@ -1,4 +1,4 @@
-"""Makes compiled graphs and cached steps callable in this process, counts and reports them."""
+"""Make compiled graphs and cached steps callable in this process, and count and record them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
 
 
 Agree = Callable[[Sequence[CompiledGraph]], Sequence[Mapping[str, GraphCopies]] | None]
-"""Of a cached step's graphs, the copies of each to run it with, by pool; None where ranks do not all have this step."""
+"""Takes a cached step's graphs and returns for each the copies to run it with, by pool; None unless all ranks have this
+step."""
 
 _numbers = itertools.count()
 
 
 def next_number() -> int:
-    """What tells the graphs of one step from those of the steps before, in their names: `forward_0`, `backward_0`."""
+    """Return a new number for the names of a step's graphs, such as `forward_0` and `backward_0`."""
     return next(_numbers)
 
 
 def uses_disk_cache(config: Config) -> bool:
-    """Whether compiled graphs go to disk: not where the user dumps stages, or wants the graph itself."""
+    """Whether compiled graphs are cached on disk: not if the user dumps stages or asked for another wrapper."""
     return bool(config.warm_start) and not (config.dump or config.debug) and config.wrapper == "python"
 
 
@@ -56,9 +57,10 @@ def make_callable(
     graph: FxWrapper | None = None,
     copies: Mapping[str, GraphCopies] = MappingProxyType({}),
 ) -> Callable[[list[Any]], Any]:
-    """A compiled graph made callable, counted and reported under the name it has in this process.
+    """Make a compiled graph callable, and count and record it under its name in this process.
 
-    found: what the disk cache had. graph: what runs instead of the generated function. copies: see CompiledGraph.
+    found: what came from the disk cache. graph: runs instead of the generated function. copies: see CompiledGraph.
+    within: the graph is inside another one and is not recorded.
     """
     named = compiled.named(name)
     plain = graph.function if graph else None
@@ -73,7 +75,7 @@ def make_callable(
 def _from_cache(
     compiled: CompiledGraph, copies: Mapping[str, GraphCopies], *, config: Config, number: int
 ) -> Callable[[list[Any]], Any]:
-    """A graph of a step that was found on disk."""
+    """Make a graph of a cached step callable."""
     kind = compiled.name.split("_")[0]
     return make_callable(compiled, config, f"{kind}_{number}", time.perf_counter(), found="step", copies=copies)
 
@@ -84,15 +86,16 @@ def load_step(
     number: int | None = None,
     agree: Agree | None = None,
 ) -> Callable[..., Any] | None:
-    """The step that the disk cache has under `key`; None without one, or where ranks do not `agree` to use it.
+    """Return the cached step of `key`; None if there is none, or if ranks do not `agree` to use it.
 
-    `agree` is asked in any case, without graphs where there is no step."""
+    `agree` is called in any case, because all ranks must call it; it gets no graphs if there is no step.
+    """
     kept = None if key is None else cached_step.find(key, config.cache_dir)
     graphs = () if kept is None else kept[1]
     if agree is not None:
         copies = agree(graphs)
     else:
-        copies = None if any(graph.copies for graph in graphs) else [{} for _ in graphs]  # ranks open pools together
+        copies = None if any(graph.copies for graph in graphs) else [{} for _ in graphs]  # all ranks open pools
     if kept is None or copies is None:
         return None
     number = next_number() if number is None else number
@@ -104,5 +107,5 @@ def load_step(
 
 
 def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:
-    """What a step depends on beside its graph. NotCacheable for options that have no fingerprint."""
+    """Return what a step depends on besides its graph; raise NotCacheable for options that have no fingerprint."""
     return environment_key(config), profile_text(config, devices)

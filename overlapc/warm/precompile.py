@@ -1,12 +1,12 @@
-"""Loads a cached step without tracing, where the user asks torch to store what Dynamo captured.
+"""Load a cached step without tracing, if the user asked torch to store what Dynamo captured.
 
     torch._dynamo.config.caching_precompile = True      # or TORCH_CACHING_PRECOMPILE=1
     …; torch.compiler.save_cache_artifacts()            # once, after the first steps
 
-torch then keeps guards and bytecode by the compiled function's source, and checks them when it loads them; what the
-backend made is an artifact under the name of its graph. Ours holds no code: the key of the step in `cache_dir`, the
-fingerprint of the environment, and what stands for the guards that torch leaves out (`unguarded`). All of it is
-compared before the step is taken; if something differs, Dynamo traces.
+torch then stores guards and bytecode by the compiled function's source, and checks them when it loads them; the result
+of the backend is an artifact under the name of its graph. Our artifact contains no code, only the key of the step in
+`cache_dir`, the fingerprint of the environment, and replacements of the guards that torch leaves out (`unguarded`). All
+of these are compared before the step is used; if one differs, Dynamo traces.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from overlapc.warm.unguarded import Named, Unguarded, named
 
 @dataclass(frozen=True)
 class CachedStepKey:
-    """Where to find a step, and for what environment it was made."""
+    """The cache key of a step, and the environment that it was compiled for."""
 
     key: str
     environment: tuple[str, str]
-    options: Mapping[str, Any] | Config | None  # as they were given: variables are read again
+    options: Mapping[str, Any] | Config | None  # as the user gave them: environment variables are read again
     mode: str | None
     devices: tuple[str, ...]
-    module: str = ""  # the home of the function that was traced
+    module: str = ""  # the module of the function that was traced
     names: tuple[Named, ...] = ()
-    ids: int = 0  # how many names Dynamo had made up when the trace was kept
+    ids: int = 0  # number of names that Dynamo had generated when the trace was stored
 
     @property
     def config(self) -> Config:
-        """What the options say in this process."""
+        """The options as they apply in this process."""
         return Config.of(self.options, self.mode)
 
 
 class CachedStepMissing(OverlapcError):
-    """A step that torch kept the guards of is not to be had."""
+    """A step whose guards torch stored cannot be loaded."""
 
 
 class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
-    """What torch pickles beside its guards; `content` is a `CachedStepKey`.
+    """The artifact that torch pickles beside its guards; `content` is a `CachedStepKey`.
 
-    A step that is not to be had is an error while the artifact is unpickled: torch 2.13 then says so and compiles, but
-    has no way back from an error in `after_deserialization`.
+    If the step cannot be loaded, unpickling the artifact raises an error: torch 2.13 then logs it and compiles, but it
+    cannot recover from an error in `after_deserialization`.
     """
 
-    guards: tuple[Guard, ...] | None = None  # of the trace, where this process made it
+    guards: tuple[Guard, ...] | None = None  # of the trace, if it was made in this process
 
     def after_deserialization(self) -> Callable[..., Any]:
-        """The step."""
+        """Return the step."""
         _pass_over_names(self.content.ids)
         step = load_step(self.content.key, self.content.config)
         if step is None:
@@ -72,7 +72,7 @@ class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
     def __reduce__(self) -> tuple[Callable[..., StepArtifact], tuple[Any, ...]]:
         if self.guards is None:
             return _unpickled, (self.key, self.content)
-        try:  # once more: Dynamo has built the guards since, and some turned out to be on identity
+        try:  # again: Dynamo has built the guards since `record`, and some turned out to compare identity
             names = named(self.guards, self.content.module)
         except Unguarded as reason:
             return _refused, (str(reason),)
@@ -85,9 +85,9 @@ class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
 
 
 def record(gm: GraphModule, kept: CachedStepKey) -> None:
-    """Tells torch how to find the step that `gm`, as Dynamo captured it, is going to be; in Dynamo's call of a backend.
+    """Tell torch how to find the step compiled from `gm`, the graph that Dynamo captured; called within the backend.
 
-    Not where a later process could not tell whether the trace holds: torch then keeps nothing of it.
+    Does nothing if a later process could not check whether the trace is valid; torch then stores nothing of it.
     """
     name = getattr(gm, "_backend_id", None)
     if name is None:
@@ -122,7 +122,7 @@ def _missing(kept: CachedStepKey) -> CachedStepMissing:
     return CachedStepMissing(f"the step is no longer kept in {kept.config.cache_dir}")
 
 
-# --- names that Dynamo makes up
+# --- names that Dynamo generates
 
 
 def _names_made() -> int:
@@ -130,10 +130,10 @@ def _names_made() -> int:
 
 
 def _pass_over_names(made: int) -> None:
-    """Lets Dynamo number later names after those that a stored trace puts into the same modules.
+    """Make Dynamo number new names after those that a stored trace puts into the same modules.
 
-    torch 2.11 to 2.13 count from zero in every process, which fails if a guard of a stored trace fails and they trace
-    again.
+    torch 2.11 to 2.13 count from zero in every process, so a new trace, after a guard of a stored one failed, would
+    reuse its names and fail.
     """
     while _names_made() < made:
         pass

@@ -1,7 +1,7 @@
-"""Plain values and our own frozen dataclasses as JSON, and back.
+"""Convert plain values and overlapc's own frozen dataclasses to JSON and back.
 
-Nothing is unpickled: what may be rebuilt are numbers, texts, tuples, sympy expressions, dtypes, devices and dataclasses
-that overlapc itself defines.
+Nothing is unpickled: only numbers, strings, tuples, lists, dicts, frozen sets, sympy expressions, dtypes, devices and
+dataclasses that overlapc itself defines can be rebuilt.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 from overlapc.warm.fingerprint import NotCacheable
 
 UNREADABLE = (KeyError, TypeError, ValueError, ImportError, AttributeError)
-"""What reading an entry of another make may raise; whole by its checksum, it is dropped and made again."""
+"""Errors that reading an entry of another version may raise, although its checksum is right; the entry is then dropped
+and rebuilt."""
 
 _PLAIN = (bool, int, float, str)
 
 
 def encode(value: Any) -> Any:
-    """`value` in what `json.dumps` takes. NotCacheable for anything else than the above."""
+    """Return `value` in types that `json.dumps` takes; raise NotCacheable for types not listed above."""
     if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, list):
@@ -48,7 +49,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The value that `encode` gave `data` for. ValueError for data that it never gives."""
+    """Return the value that `encode` converted to `data`; raise ValueError for data that it never returns."""
     if data is None or isinstance(data, _PLAIN):
         return data
     if isinstance(data, list):
@@ -87,7 +88,7 @@ def _expression(text: str) -> sympy.Basic:
 
 @functools.cache
 def _names() -> dict[str, Any]:
-    """What sympy's own representation of our index expressions may call."""
+    """Return the names that sympy's `srepr` of index expressions may call."""
     from torch.utils._sympy import functions
 
     expressions = {name: held for name, held in vars(sympy).items() if isinstance(held, type)}

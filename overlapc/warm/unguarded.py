@@ -1,10 +1,10 @@
-"""Guards that torch leaves out when it stores a trace, checked by name instead.
+"""Check by name the guards that torch leaves out when it stores a trace.
 
 With `caching_precompile` torch 2.11 to 2.13 drops every guard on an object's identity, because an address means nothing
-in another process. So a model whose activation is another function would run the trace of the first one. What such a
-guard looks at is either found from a module of the program (`G['helper']`, an import): then a later process looks it up
-in the same place and compares what it finds (`Named`). Or it hangs on the arguments (`L['self'].act`): these are not at
-hand when a trace is loaded, so a trace that depends on them is not kept (`Unguarded`).
+in another process. So a model whose activation is another function would run the trace of the first one. The guarded
+object is either reachable from a module of the program (`G['helper']`, an import): then a later process looks it up
+there and compares it (`Named`). Or it belongs to the arguments (`L['self'].act`), which do not exist yet when a trace
+is loaded: a trace that depends on it is not stored (`Unguarded`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch._guards import Guard
 
 from overlapc.errors import OverlapcError
 
-# Kinds of guards, as they are made or as they end up, of which torch keeps none. More than it drops in any version:
-# what is checked here without need costs a look-up.
+# The kinds of guards (when created, or as finally built) that torch does not store. These are more than any one version
+# drops: checking a guard here that torch stores, too, costs only a look-up.
 _DROPPED = frozenset(
     {
         "ID_MATCH",
@@ -38,7 +38,7 @@ _DROPPED = frozenset(
         "DICT_VERSION",
     }
 )
-_ALIAS = "__import_"  # of a module that Dynamo put into a function's globals
+_ALIAS = "__import_"  # prefix of a module that Dynamo put into a function's globals
 _BUILTINS = "__builtins_dict__"
 
 
@@ -48,22 +48,22 @@ class Unguarded(OverlapcError):
 
 @dataclass(frozen=True)
 class Named:
-    """What a trace depends on: an expression over the globals `G` of a module, and what it gave."""
+    """An object that a trace depends on: an expression over the globals `G` of a module, and its value's identity."""
 
     expression: str
     identity: str
 
     def expect(self, module: str) -> None:
-        """Unguarded if it gives something else in this process."""
+        """Raise Unguarded if the expression has another value in this process."""
         found = _identity(_look_up(self.expression, module), self.expression)
         if found != self.identity:
             raise Unguarded(f"{self.expression} is {found} and was {self.identity}")
 
 
 def named(guards: Iterable[Guard], module: str) -> tuple[Named, ...]:
-    """What must be as it is for a trace of a function in `module` to hold, beside the guards that torch keeps.
+    """Return the objects that must not change for a trace of a function in `module` to be valid, and torch leaves out.
 
-    Unguarded if names do not determine it.
+    Raises Unguarded if one cannot be identified by name.
     """
     expressions = dict.fromkeys(_dropped(guards))
     return tuple(Named(each, _identity(_look_up(each, module), each)) for each in expressions)
@@ -78,7 +78,7 @@ def _dropped(guards: Iterable[Guard]) -> Iterator[str]:
 
 
 def _look_up(expression: str, module: str) -> Any:
-    """`expression` is Dynamo's own text for where it found an object, and evaluated by Dynamo in the same way."""
+    """Evaluate `expression`, Dynamo's own text for where it found an object, as Dynamo does."""
     try:
         return eval(expression, {"G": _Globals(vars(importlib.import_module(module)))})
     except (ImportError, AttributeError, LookupError, NameError, SyntaxError, TypeError) as error:
@@ -86,7 +86,7 @@ def _look_up(expression: str, module: str) -> Any:
 
 
 class _Globals(dict[str, Any]):
-    """A module's names, with those that Dynamo would add."""
+    """A module's globals, together with those that Dynamo would add."""
 
     def __missing__(self, name: str) -> Any:
         if name.startswith(_ALIAS):
@@ -97,7 +97,7 @@ class _Globals(dict[str, Any]):
 
 
 def _identity(value: Any, expression: str) -> str:
-    """What stays the same between processes as long as `value` does. Unguarded where nothing does."""
+    """Return a text that identifies `value` in any process; raise Unguarded if there is none for its type."""
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
     if isinstance(value, types.FunctionType):
@@ -114,7 +114,7 @@ def _identity(value: Any, expression: str) -> str:
 
 
 def _code_hash(code: types.CodeType) -> str:
-    """Of what a function does: two lambdas of one line have the same name."""
+    """Return a hash of a function's code: two lambdas on one line have the same name."""
     return hashlib.sha256("\n".join(_code_lines(code)).encode()).hexdigest()[:16]
 
 

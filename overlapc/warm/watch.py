@@ -1,7 +1,7 @@
-"""Watches a step being compiled: from its second call on it runs without AOTAutograd's wrapper, if that is possible.
+"""Watch a step being compiled, so that from its second call on it runs without AOTAutograd's wrapper, if possible.
 
-Of plain tensors, that is known while its graphs are compiled, and the step may be kept. What DTensors go in, and which
-gradients are DTensors, AOTAutograd tells only what it makes itself, so its first result is asked.
+For plain tensors all that this needs is known once the graphs are compiled, and the step may be cached. How DTensors
+are passed to the graphs, and which gradients are DTensors, is known only from the result of AOTAutograd's first call.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from overlapc.warm.fingerprint import shared_memory
 
 
 def of_plain_tensors(gm: GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether what Dynamo captured takes and returns no tensors that hold others, as DTensors do.
+    """Whether the graph that Dynamo captured takes and returns no wrapper tensors, such as DTensors.
 
-    AOTAutograd takes those apart first, and then tells its compilers of what is inside only.
+    AOTAutograd unwraps these first, and its compilers then see only the tensors inside.
     """
     (output,) = gm.graph.find_nodes(op="output")
     returned = [each.meta.get("example_value") for each in output.all_input_nodes]
@@ -39,11 +39,11 @@ def of_plain_tensors(gm: GraphModule, inputs: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A compiled graph, and what it takes and returns; not what it was compiled from, which may be freed."""
+    """A compiled graph with its inputs and results, without the FX graph, which may be freed."""
 
     call: Call
-    taken: list[Any]  # example of each input
-    returned: tuple[bool, ...]  # whether there is a value, by result
+    taken: list[Any]  # an example of each input
+    returned: tuple[bool, ...]  # whether each result has a value
 
     @classmethod
     def of(cls, gm: GraphModule, call: Call) -> _Graph:
@@ -54,31 +54,34 @@ class _Graph:
 
 
 class StepWatch:
-    """Sees the graphs of one step being compiled, and its first call."""
+    """Observes the compilation of one step's graphs, and its first call."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], key: str | None, cache_dir: Path) -> None:
-        """gm, inputs: as Dynamo captured them. key: of the step; None if it must not be kept."""
+        """Watch the step of `gm` and `inputs`, as Dynamo captured them.
+
+        key: the step's cache key, or None if it must not be cached.
+        """
         self._plain = of_plain_tensors(gm, inputs)
         self._inputs = len(inputs)
         self._output = gm.graph.output_node()
-        self._outputs = self._output.args  # others, once views are taken out of the graph
-        # Inputs that lie in one memory are AOTAutograd's to guard, if one of them changes.
+        self._outputs = self._output.args  # they change when views are taken out of the graph
+        # If an input that shares memory with another is changed, AOTAutograd has to guard that.
         self._overlaps = bool(shared_memory(inputs))
         self._key = key
         self._cache_dir = cache_dir
-        self._keys: list[str | None] = []  # of its graphs
+        self._keys: list[str | None] = []  # cache keys of the step's graphs
         self._forward: _Graph | None = None
         self._backward: _Graph | None = None
         self._trains = False
         self._autocast = False
-        self._hooked = False  # saved tensors go through hooks, which AOTAutograd compiled in
+        self._hooked = False  # whether saved tensors go through hooks, which AOTAutograd compiled into the graphs
         self._metadata: StepMetadata | None = None
-        self._ready: Callable[..., Any] | None = None  # once all is known, if nothing is special
+        self._ready: Callable[..., Any] | None = None  # the step without the wrapper, once known to be possible
         self._called = False
         self.function: Callable[..., Any] | None = None  # `_ready`, after the first call
 
     def compiled(self, kind: str, gm: GraphModule, call: Call, key: str | None) -> None:
-        """A graph of the step was compiled; `key` is None when it was not kept."""
+        """Note that a graph of the step was compiled; `key` is its cache key, or None if it was not cached."""
         graph = _Graph.of(gm, call)
         if kind == "backward":
             self._backward = graph
@@ -88,14 +91,14 @@ class StepWatch:
             self._autocast = torch._C._is_any_autocast_enabled()
             self._hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             self._metadata = step_metadata() if self._plain else None
-        carries = any(True for _ in gm.graph.find_nodes(op="get_attr"))  # which another process could not find
+        carries = any(True for _ in gm.graph.find_nodes(op="get_attr"))  # another process could not find these
         self._keys.append(None if carries else key)
         self._finish()
 
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, which is AOTAutograd's, until the step can run without.
+        """Return a function that calls `compiled`, AOTAutograd's wrapper, until the step can run without the wrapper.
 
-        The first call is AOTAutograd's in any case: it looks at what custom ops return.
+        The first call uses the wrapper in any case, because AOTAutograd then checks the results of custom ops.
         """
 
         def step(*inputs: Any) -> Any:
@@ -107,7 +110,7 @@ class StepWatch:
         return step if self._plain else self._known_after_first_call(step)
 
     def _known_after_first_call(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step`, of which AOTAutograd tells us too little before."""
+        """Return `step`, followed at its first call by reading what AOTAutograd does not tell before."""
         known: KnownDTensors | None = None
 
         def call(*inputs: Any) -> Any:
@@ -127,7 +130,7 @@ class StepWatch:
         return call
 
     def _finish(self) -> None:
-        """Makes the step once all is known that it takes, and keeps it if a later process can make it again."""
+        """Make the step without the wrapper once all is known, and cache it if a later process can rebuild it."""
         forward, backward, metadata = self._forward, self._backward, self._metadata
         if self._output.args != self._outputs:
             return
@@ -160,7 +163,7 @@ class StepWatch:
 
 
 def _plan(metadata: StepMetadata, forward: _Graph, backward: _Graph | None, autocast: bool) -> StepPlan | None:
-    """How the step of `metadata` is called; None when graphs take or return something else than it says."""
+    """Return how to call the step of `metadata`; None if its graphs take or return other things than that says."""
     plan = StepPlan(
         len(metadata.differentiable),
         tuple(at for at, differentiable in enumerate(metadata.differentiable) if not differentiable),
@@ -195,7 +198,7 @@ def _plan(metadata: StepMetadata, forward: _Graph, backward: _Graph | None, auto
 
 
 def _tangent(output: int, value: Tensor, format: torch.memory_format | None) -> Tangent | SizedTangent | None:
-    """How backward takes the gradient of `output`; None when AOTAutograd does not say."""
+    """Return how backward takes the gradient of `output`; None if AOTAutograd does not say."""
     size, stride = tuple(value.shape), tuple(value.stride())
     if all(isinstance(each, int) for each in (*size, *stride)):
         return Tangent(output, size, stride, value.dtype, value.device)
