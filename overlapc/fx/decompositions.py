@@ -17,6 +17,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 
 from overlapc.fx.drawn import drawn_decompositions, draws
 from overlapc.fx.random import random_decompositions
+from overlapc.fx.result_layouts import laid_out_as_eager
 from overlapc.fx.top_k import topk_of_groups
 from overlapc.fx.versions import set_autograd_rule
 
@@ -70,7 +71,6 @@ BROKEN_UP = (
     aten.nll_loss_forward,
     aten.gelu_backward,
     aten.silu_backward,
-    aten.native_dropout_backward,
     aten.native_batch_norm_backward,
     aten.batch_norm_backward,
     aten.elu,
@@ -78,7 +78,6 @@ BROKEN_UP = (
     aten.leaky_relu,
     aten.fmax,
     aten.fmin,
-    aten.ldexp,
     aten.dist,
     aten.linalg_vector_norm,
     aten.addmv,
@@ -110,6 +109,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.log_sigmoid_forward.default] = of_contiguous_on_cpu(table[aten.log_sigmoid_forward.default])
     table[aten.hardtanh_backward.default] = hardtanh_backward
     table[aten.nll_loss_backward.default] = nll_loss_backward
+    table[aten.native_dropout_backward.default] = native_dropout_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
     table[aten.split_with_sizes.default] = slices
@@ -119,7 +119,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.softshrink.default] = softshrink
     table[aten.index_fill.int_Scalar] = table[aten.index_fill.int_Tensor] = index_fill
     table = {target: rule for target, rule in table.items() if target not in kept and not draws(target)}
-    return table | (random_decompositions() if native_random else drawn_decompositions())
+    return laid_out_as_eager(table) | (random_decompositions() if native_random else drawn_decompositions())
 
 
 def of_dense(op: Any) -> Callable[..., Any]:
@@ -156,6 +156,11 @@ def hardtanh_backward(grad: Tensor, x: Tensor, low: float, high: float) -> Tenso
     """Compare `x` in float32, as eager does; torch's rule before 2.13 rounds the bounds to the dtype of `x`."""
     wide = x.float() if x.dtype in _LOW_PRECISION else x
     return torch.where((wide <= low) | (wide >= high), 0.0, grad)
+
+
+def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """torch's own rule, but for a copy that makes the result contiguous."""
+    return grad * (mask.to(grad.dtype) * scale)
 
 
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:

@@ -155,6 +155,7 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
 def bernoulli(x: Tensor) -> Any:
     if not _supported(x):
         return NotImplemented
+    x = x.contiguous()  # as the result is in eager
     return (_uniform_like(x, torch.float64 if x.dtype == torch.float64 else torch.float32) < x).to(x.dtype)
 
 

@@ -184,6 +184,36 @@ def test_gradients_of_results_whose_elements_share_memory(function):
     torch.testing.assert_close(gradient(compiled(function)), gradient(function))
 
 
+def test_results_of_broken_up_ops_have_eagers_strides():
+    x, rows, more = torch.randn(5, 6), torch.rand(6), torch.rand(5, 1, 6)
+    mask = torch.rand(5, 6) > 0.5
+
+    def function(x, rows, more, mask):
+        y, z = x.t(), x.t().contiguous()
+        aten = torch.ops.aten
+        yield torch.div(y, rows[:, None], rounding_mode="floor")
+        yield torch.div(z, y, rounding_mode="trunc")
+        yield torch.copysign(rows[:, None], y)
+        yield torch.logical_and(rows[:, None], y)
+        yield torch.xlogy(more, x.t().abs().t())
+        yield torch.logaddexp(more, y.t())
+        yield torch.heaviside(z, y)
+        yield 2.0**y
+        yield torch.ldexp(rows[:, None], y)
+        yield aten.gelu_backward(rows[:, None].expand(6, 5), y)
+        yield aten.hardtanh_backward(z, y, -1.0, 1.0)
+        yield aten.threshold_backward(z, y, 0.0)
+        yield aten.mse_loss_backward(torch.ones(()), y, y, 1)
+        yield aten.native_dropout_backward(y, mask.t(), 2.0)
+        yield torch.clip(y, rows[:, None], rows[:, None] + 1)
+
+    def results(*args):
+        return list(function(*args))
+
+    for found, expected in zip(compiled(results)(x, rows, more, mask), results(x, rows, more, mask), strict=True):
+        torch.testing.assert_close(found, expected, check_stride=True)
+
+
 def test_logsigmoid_is_contiguous_on_a_cpu_as_in_eager():
     def function(x):
         return F.logsigmoid(x.t()), F.logsigmoid(x[:, ::2])

@@ -1,0 +1,109 @@
+"""Element-wise ops whose results lie in memory as eager's, which orders dims by the strides of the arguments.
+
+A rule that uses the arguments in another order, or broadcasts one of them first, arrives at other strides, and so do
+fake tensors of some ops. Where strides of arguments differ, such an op is therefore traced with all arguments permuted
+to the order of eager's result, which is contiguous then; permuting it back moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+aten = torch.ops.aten
+
+# What eager computes element by element and torch does not tag as such.
+_UNTAGGED = (aten.hardswish_backward, aten.hardtanh_backward, aten.elu_backward, aten.softplus_backward)
+# Eager orders dims by the second argument first, and so does the rule.
+_BY_THE_SECOND = (aten.threshold_backward, aten.leaky_relu_backward)
+# Not broken up; their fake tensors have other strides than eager's results.
+_MISTAKEN = (
+    aten.copysign.Tensor,
+    aten.div.Tensor_mode,
+    aten.logical_and.default,
+    aten.logical_or.default,
+    aten.logical_xor.default,
+)
+# Contiguous in eager, whatever their arguments are.
+_CONTIGUOUS = (
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss_backward,
+    aten.upsample_nearest1d,
+    aten._upsample_nearest_exact1d,
+)
+
+
+def laid_out_as_eager(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """`table` of decompositions, with rules that lay out the results of these ops as eager does."""
+    changed: dict[Any, Callable[..., Any]] = {op: _in_order(op, None) for op in _MISTAKEN}
+    for op, rule in table.items():
+        packet = op.overloadpacket
+        if op._schema.is_mutable or packet in _BY_THE_SECOND:
+            continue
+        if torch.Tag.pointwise in op.tags or packet in _UNTAGGED:
+            changed[op] = _in_order(op, rule)
+        elif packet in _CONTIGUOUS:
+            changed[op] = _contiguous(rule)
+    return table | changed | {aten.pow.Scalar: _power_of_number}
+
+
+def _in_order(op: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`rule`, or where that is None `op` itself, with its result's dims in memory in eager's order."""
+    entered = False  # an op without a rule is called from within its own
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal entered
+        order = None if entered else _order(args)
+        if order is None or (rule is None and order == sorted(order)):
+            return NotImplemented if rule is None else rule(*args, **kwargs)
+        if order != sorted(order):
+            shape = torch.broadcast_shapes(*(arg.shape for arg in args if _has_dims(arg)))
+            args = tuple(arg.expand(shape).permute(order) if _has_dims(arg) else arg for arg in args)
+        if rule is not None:
+            result = rule(*args, **kwargs)
+        else:
+            entered = True
+            try:
+                result = op(*args, **kwargs)
+            finally:
+                entered = False
+        return result.contiguous().permute([order.index(dim) for dim in range(len(order))])
+
+    return call if rule is None else wraps(rule)(call)
+
+
+def _order(args: tuple[Any, ...]) -> list[int] | None:
+    """The dims of eager's result as they follow in memory; None where all arguments, and so the result, agree."""
+    tensors = [arg for arg in args if _has_dims(arg)]
+    if len(tensors) < 2 or all(
+        arg.shape == tensors[0].shape and arg.stride() == tensors[0].stride() for arg in tensors
+    ):
+        return None
+    shape = torch.broadcast_shapes(*(arg.shape for arg in tensors))
+    with disable_proxy_modes_tracing():
+        order, _ = compute_elementwise_output_logical_to_physical_perm(*(arg.expand(shape) for arg in tensors))
+    return order
+
+
+def _has_dims(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.dim() > 0
+
+
+def _contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(rule)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return rule(*args, **kwargs).contiguous()
+
+    return call
+
+
+def _power_of_number(base: float, exponent: Tensor) -> Any:
+    """Contiguous as in eager, unlike its fake tensor."""
+    return NotImplemented if exponent.is_contiguous() else aten.pow.Scalar(base, exponent.contiguous())
