@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import overlapc
 from overlapc.fx import attention_masks as rewriting
 from overlapc.fx.attention_masks import KEY, drop_masks
+from overlapc.report import record
 from overlapc.runtime.counters import counted
 
 N = 12  # queries and keys
@@ -403,3 +404,12 @@ def test_a_step_equals_eager_and_the_report_says_which_kernel_it_took(dtype, dyn
     text = str(overlapc.report())
     assert "its mask is causal" in text
     assert "(-query + key + 3 >= 0 and query - key >= 0)" in text
+
+
+def test_the_report_lists_a_checkpointed_attention_once():
+    record.clear()
+    torch.compile(checkpointed, backend="overlapc")(*qkv()).sum().backward()
+    (forward,) = (graph for graph in overlapc.report().steps[0].graphs if graph.name.startswith("forward"))
+    ((line, count),) = forward.attention.items()
+    assert line.startswith("flash attention") and line.endswith("its mask is causal")
+    assert count == 2
