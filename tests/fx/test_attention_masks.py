@@ -411,5 +411,6 @@ def test_the_report_lists_a_checkpointed_attention_once():
     torch.compile(checkpointed, backend="overlapc")(*qkv()).sum().backward()
     (forward,) = (graph for graph in overlapc.report().steps[0].graphs if graph.name.startswith("forward"))
     ((line, count),) = forward.attention.items()
-    assert line.startswith("flash attention") and line.endswith("its mask is causal")
+    assert line.startswith("flash attention")
+    assert line.endswith("its mask is causal")
     assert count == 2
