@@ -1,4 +1,4 @@
-"""From lowered ops to fused kernels."""
+"""Fuses lowered ops into kernels."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def fuse_ops(
     measure: Measure | None = None,
     refuse: Refuse = nothing_refused,
 ) -> tuple[list[IROp], FusionReport]:
-    """The live ops of `graph`, fused where that saves memory traffic, and a report of fusions and refusals.
+    """Return the live ops of `graph`, fused where that saves memory traffic, and a report of fusions and refusals.
 
-    `freeable` names inputs whose memory ends with their last reader; `seed` tries fusions in random order (tests);
-    `measure` times kernels, so that only fusions that are faster stay; kernels that `refuse` has a reason against are
-    not made.
+    freeable: inputs whose memory is freed after their last reader.
+    seed: try fusions in random order (for tests).
+    measure: times kernels, so that only fusions that are faster are done.
+    refuse: why the device's generator cannot generate a kernel, or None; refused kernels are not created.
     """
     ops = without_dead_ops(graph)
     if not enabled:

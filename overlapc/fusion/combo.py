@@ -1,9 +1,9 @@
-"""Kernels of one kind over many tensors in one launch: an optimizer's step, the norms of all gradients, their casts.
+"""Combines kernels of one kind into one launch: an optimizer's step, the norms of all gradients, their casts.
 
-They share a launch, not memory traffic, so they combine last, and only where this has no disadvantage: neither
-needs the other, no library call or communication runs between them (a gradient's cast would wait for the next
-gradient, and its reduction with it), and the peak of memory stays where it is. Once there are buckets,
-`passes/share_launches.py` asks the same of kernels (`kind_of`, `one_launch`).
+They share a launch, not memory traffic, so this comes last, and happens only if it has no disadvantage: the kernels are
+independent, no library call or communication runs between them (a gradient's cast, and with it its reduction, would
+wait for the next gradient), and peak memory does not grow. After bucketing, `passes/share_launches.py` uses the same
+criteria (`kind_of`, `one_launch`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from overlapc.ir.ops import (
 from overlapc.ir.template import SIZE, rough_kind, template_of
 from overlapc.lowering.table import LIBRARY_CALLS
 
-MOST_POINTERS = 240  # buffers of one launch: a CUDA kernel has 4 KiB for its arguments
+MOST_POINTERS = 240  # most buffers of one launch: a CUDA kernel has 4 KiB for its arguments
 _TOO_MANY = f"together they use more than {MOST_POINTERS} buffers"
-MOST_OPEN = 8  # launches of one kind that a kernel may choose from: keeps attempts linear
+MOST_OPEN = 8  # launches of one kind that a kernel tries to join: keeps the number of attempts linear
 
 Kind = tuple[torch.device, Body]
 
 
 def kind_of(op: Kernel) -> Kind | None:
-    """A key that is equal for kernels that one launch can run; None for a kernel that cannot share a launch."""
+    """Return a key that is equal for kernels that one launch can run; None for a kernel that cannot share a launch."""
     if isinstance(op, Attention):
         return None
     body = loops_of(op)[0].body
@@ -50,12 +50,12 @@ def kind_of(op: Kernel) -> Kind | None:
         return None
     template = template_of(body).body
     if set(template.size_symbols()) - {SIZE}:
-        return None  # how many programs a part takes must be known now
+        return None  # the number of programs of each part must be static
     return op.device, template
 
 
 def one_launch(ops: Sequence[Loops | Combo]) -> Combo | str:
-    """One launch of independent kernels of one kind, or the reason why there is none."""
+    """Return one launch of independent kernels of one kind, or the reason why there is none."""
     buffers = {name for op in ops for name in (*buffers_read(op), *buffers_written(op))}
     if len(buffers) > MOST_POINTERS:
         return _TOO_MANY
@@ -66,7 +66,7 @@ def one_launch(ops: Sequence[Loops | Combo]) -> Combo | str:
 
 
 def combine(groups: Groups, report: FusionReport) -> None:
-    """Combines kernels into launches, each into the first launch of its kind that can take it."""
+    """Combine kernels into launches, each into the first launch of its kind that can take it."""
     stretch = _stretches(groups)
     rough = Counter((stretch[group.number], _rough_kind(group.op)) for group in groups)
     launches: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
@@ -87,7 +87,7 @@ def combine(groups: Groups, report: FusionReport) -> None:
 
 
 def _try_combine(groups: Groups, report: FusionReport, one: int, other: int) -> bool:
-    """Combines two groups of kernels of one kind into one launch, or records the refusal."""
+    """Combine two groups of kernels of one kind into one launch, or record the refusal; whether they were combined."""
     a, b = map(groups.__getitem__, groups.in_order(one, other))
     refusal = _combined(groups, a, b)
     if refusal is None:
@@ -98,7 +98,7 @@ def _try_combine(groups: Groups, report: FusionReport, one: int, other: int) -> 
 
 
 def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
-    """Replaces two launches by one, or returns the reason why not; `a` is the earlier one."""
+    """Replace two launches by one, or return the reason why not; `a` is the earlier one."""
     if len(a.reads | b.reads | a.writes | b.writes) > MOST_POINTERS:
         return Refusal(_TOO_MANY)
     if a.number in groups.order.before[b.number]:
@@ -118,7 +118,7 @@ def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
 
 
 def _stretches(groups: Groups) -> dict[int, int]:
-    """For each group, the number of library calls and communication nodes before it."""
+    """Map each group to the number of library calls and communication nodes before it."""
     found: dict[int, int] = {}
     passed = 0
     for number in groups.order.order():
@@ -138,9 +138,10 @@ def _rough_kind(op: IROp) -> tuple[int, ...]:
 
 
 def _may_combine(body: Body) -> bool:
-    """Totals need a launch after them, scatters go by where they write, a check names the kernel it failed in.
+    """Whether a kernel may share a launch.
 
-    A matrix product is a launch of its own.
+    Not with totals, which need a second launch; scatters, whose iterations have no fixed places to write; checks, whose
+    message names their kernel; or matrix products.
     """
     if body.checks() or body.dots() or scatters(body):
         return False

@@ -1,4 +1,4 @@
-"""Cuts loops where conditions on their position change, so that one iteration computes an element of every part.
+"""Splits loops where conditions on their position change, so that one iteration computes an element of every part.
 
     for p0 < R, p1 < 128:  y[128*p0 + p1] = where(p1 < 64, -x[128*p0 + p1 + 64], x[128*p0 + p1 - 64])
  -> for p0 < R, p1 < 64:   y[128*p0 + p1] = -x[128*p0 + p1 + 64];  y[128*p0 + p1 + 64] = x[128*p0 + p1]
@@ -6,9 +6,9 @@
     for p0 < R, p1 < 2:     y[2*p0 + p1] = where(p1 == 0, a[p0], b[p0])
  -> for p0 < R:             y[2*p0] = a[p0];  y[2*p0 + 1] = b[p0]
 
-Joined tensors, swapped halves (rotary embeddings), interleaved elements and gradients of slices are such
-loops. Every element is then read once, without a mask, and a kernel that runs over one part, such as the activation of
-one half of a product, has the same loops. Runs when no kernels fuse without it.
+Joined tensors, swapped halves (rotary embeddings), interleaved elements and gradients of slices have such loops.
+Afterwards every element is read once, without a mask, and the loops match those of kernels that run over one part, such
+as the activation of one half of a product. This is done when no more kernels fuse without it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from overlapc.ir.rewriting import canonical, rebuild
 from overlapc.ir.settle import settled, whole_number
 
 MOST_PARTS = 8
-SHORTEST_PART = 16  # iterations of a loop that is left: whole sectors of a GPU's cache, 32 bytes in two-byte formats
-LARGEST_CUT = 256  # values in the result
-MOST_INTERLEAVED = 4  # tensors whose elements take turns in memory
+SHORTEST_PART = 16  # least iterations left of a loop: whole cache sectors of a GPU (32 bytes) in two-byte formats
+LARGEST_CUT = 256  # most values in the result
+MOST_INTERLEAVED = 4  # most tensors whose elements alternate in memory
 _ORDERS = ("lt", "ge", "le", "gt")
 
 
 def cut(body: Body) -> Body:
-    """`body` with its loops cut into equal parts where conditions change; the same object if no condition does.
+    """Return `body` with its loops split into equal parts where conditions change; the same object if none is split.
 
-    Sums of a reduction loop that is cut are added up in another order.
+    Splitting a reduction loop changes the order of its sums.
     """
     guards = _guards(body)
     for loop in (*body.loops, *body.reduction):
@@ -63,11 +63,11 @@ def cut(body: Body) -> Body:
     return body
 
 
-# --- where
+# --- where to split
 
 
 def _guards(body: Body) -> set[Value]:
-    """Conditions that select a value or guard a load."""
+    """Return the conditions that select a value or guard a load, and their parts."""
     pending = [value.mask for value in body.loads() if value.mask is not None]
     pending += [value.args[0] for value in body.values() if isinstance(value, Op) and value.name == "where"]
     found: set[Value] = set()
@@ -81,7 +81,7 @@ def _guards(body: Body) -> set[Value]:
 
 
 def _part(loop: Loop, body: Body, guards: set[Value]) -> int | None:
-    """Iterations of the equal parts of `loop` within which no condition changes; None without few such parts."""
+    """Return the length of equal parts of `loop` within which no condition changes; None if there would be too many."""
     if not loop.size.is_Integer:
         return None
     size = int(loop.size)
@@ -94,7 +94,7 @@ def _part(loop: Loop, body: Body, guards: set[Value]) -> int | None:
 
 
 def _chooses(guard: Value, loop: Loop) -> bool:
-    """Whether `guard` holds in some iterations of `loop` whatever the other loops do, as for every second element."""
+    """Whether `guard` compares the position in `loop` alone for equality, as for every second element."""
     return (
         isinstance(guard, Op)
         and guard.name in ("eq", "ne")
@@ -104,7 +104,7 @@ def _chooses(guard: Value, loop: Loop) -> bool:
 
 
 def _border(guard: Value, loop: Loop, ranges: Ranges) -> int | None:
-    """The iteration of `loop` with which `guard` changes, whatever the other loops do; None if it depends on them."""
+    """Return the iteration of `loop` at which `guard` changes; None if that depends on other loops."""
     if not isinstance(guard, Op) or guard.name not in _ORDERS:
         return None
     left, right = map(whole_number, guard.args)
@@ -124,16 +124,16 @@ def _border(guard: Value, loop: Loop, ranges: Ranges) -> int | None:
 
 
 def _may_join(body: Body) -> bool:
-    """Whether each reduction may take several elements an iteration, in whatever order."""
+    """Whether each reduction may combine several elements per iteration, in any order."""
     reduces = [value for value in body.values() if isinstance(value, Reduce)]
     return not body.scans() and all(each.kind in JOINS and each.dtype is each.arg.dtype for each in reduces)
 
 
-# --- how
+# --- splitting
 
 
 def _cut_at(body: Body, loop: Loop, part: int) -> Body | None:
-    """`body` with `loop` over one part, each iteration doing what all parts do; None where that is too much."""
+    """Return `body` with `loop` over one part, whose iterations compute all parts; None if it gets too large."""
     size = sympy.Integer(part)
     shorter = [tuple(Loop(each.symbol, size) if each is loop else each for each in nest) for nest in
                (body.loops, body.reduction)]  # fmt: skip
@@ -172,7 +172,7 @@ def _at(place: Mapping[sympy.Symbol, sympy.Expr], ranges: Ranges, expr: sympy.Ex
 
 
 def _stored(store: Store, known: Mapping[Value, Value], index: sympy.Expr) -> list[Store]:
-    """`store` in one part; no store where its mask is never true."""
+    """Return `store` for one part, or nothing if its mask is never true there."""
     mask = None if store.mask is None else known[store.mask]
     if mask is not None and as_number(mask) is False:
         return []

@@ -1,4 +1,4 @@
-"""Which op needs which: true dependences through buffers, order around mutations, dead code."""
+"""Dependences between ops: through buffers, around mutations and side effects; and dead code elimination."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from overlapc.ir.ops import (
 
 
 def symbols_used(op: IROp) -> set[str]:
-    """Names of the size symbols that running the op needs."""
+    """Return the names of the size symbols that running the op needs."""
     exprs: list[sympy.Expr] = []
     views: list[View] = []
     if isinstance(op, Loops | Combo):
         for part in loops_of(op):
             exprs += part.body.size_symbols()
         views += [*op.outputs, *op.mutates]
-    elif isinstance(op, Wait | Attention):  # of fixed sizes
+    elif isinstance(op, Wait | Attention):  # an attention has static sizes
         return set()
     else:
         call = op.call if isinstance(op, Start) else op
@@ -47,7 +47,7 @@ def symbols_used(op: IROp) -> set[str]:
 
 
 def reads_of(op: IROp, graph: LoweredGraph) -> set[str]:
-    """Buffers that the op reads, those that define a size it uses included."""
+    """Return the buffers that the op reads, including those that define a size it uses."""
     reads = buffers_read(op)
     if graph.sources:
         reads |= {graph.sources[name] for name in symbols_used(op) if name in graph.sources}
@@ -55,7 +55,7 @@ def reads_of(op: IROp, graph: LoweredGraph) -> set[str]:
 
 
 def output_buffers(graph: LoweredGraph) -> set[str]:
-    """Buffers that the graph returns."""
+    """Return the buffers that the graph returns."""
     found = set()
     for leaf in tree_leaves(graph.outputs):
         if isinstance(leaf, View | Handle):
@@ -66,9 +66,9 @@ def output_buffers(graph: LoweredGraph) -> set[str]:
 
 
 def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
-    """The ops whose result is used, or that have effects: communicate, mutate, assert.
+    """Return the ops whose result is used or that have effects: communication, mutation, assertion.
 
-    A wait stays with its start even if its result is not read: a collective in flight needs its memory until then.
+    A wait whose result is not read stays, too: the memory of its collective is needed until then.
     """
     needed = output_buffers(graph)
     given = {*graph.inputs, *graph.constants}
@@ -88,21 +88,21 @@ def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
 class Edges:
     """Dependences by position in a list of ops."""
 
-    before: list[set[int]]  # for each op, the ops it needs done
+    before: list[set[int]]  # for each op, the ops that must run before it
 
     def need(self, position: int, earlier: int | None) -> None:
-        """Adds the edge from `earlier` to `position`, unless `earlier` is None or `position` itself."""
+        """Add the edge from `earlier` to `position`, unless `earlier` is None or `position` itself."""
         if earlier is not None and earlier != position:
             self.before[position].add(earlier)
 
 
 def edges(ops: Sequence[IROp], graph: LoweredGraph) -> Edges:
-    """Dependences between `ops`, which stand in a legal order.
+    """Return the dependences between `ops`, which are in a legal order.
 
-    A reader needs the op that wrote the buffer, or brought a size it uses. An op that overwrites memory runs after
-    everything that read an earlier content of it; what a start reads is read until its wait. Communication keeps its
-    order per process group, communication that waits for itself is passed by no other, and calls with effects of
-    their own (random numbers, asserts, calls into the unknown) keep their order.
+    A reader depends on the op that wrote the buffer or defined a size that it uses. An op that overwrites memory runs
+    after all readers of the earlier contents; a start reads its inputs until its wait. Collectives keep their order per
+    process group, no other communication is moved past blocking communication, and calls with side effects (random
+    numbers, asserts, unknown functions) keep their order.
     """
     found = Edges([set() for _ in ops])
     _order_memory(found, ops, graph)
@@ -122,21 +122,21 @@ def has_effect(op: IROp) -> bool:
 
 
 def mutated(op: IROp) -> tuple[View, ...]:
-    """Buffers that the op overwrites, by the names of the new contents."""
+    """Return the buffers that the op overwrites, under the names of their new contents."""
     call = op.call if isinstance(op, Start) else op
     return call.mutates if isinstance(call, Extern | Loops | Combo) else ()
 
 
 def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:
     writer: dict[str, int] = {}
-    readers: defaultdict[str, list[int]] = defaultdict(list)  # by root: who read the present content
+    readers: defaultdict[str, list[int]] = defaultdict(list)  # root -> readers of its present contents
     started: dict[str, int] = {}  # result of a start -> its position
     for position, op in enumerate(ops):
         for name in reads_of(op, graph):
             found.need(position, writer.get(name))
             readers[graph.root(name)].append(position)
         if isinstance(op, Wait) and op.source.buffer in started:
-            start = ops[started[op.source.buffer]]  # buffers that it reads or overwrites are in use until here
+            start = ops[started[op.source.buffer]]  # buffers that the start reads or overwrites are in use until here
             for name in (*buffers_read(start), *(view.buffer for view in mutated(start))):
                 readers[graph.root(name)].append(position)
         for view in mutated(op):
@@ -151,7 +151,7 @@ def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> Non
 
 
 def _order_as_asked(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:
-    """Adds the order that the graph requests (`LoweredGraph.order`) between ops that are not dead."""
+    """Add the order that the graph requests (`LoweredGraph.order`) between ops that are not dead."""
     if graph.order:
         position = {op.name: at for at, op in enumerate(ops)}
         for later, earlier in graph.order.items():

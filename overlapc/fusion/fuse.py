@@ -1,8 +1,8 @@
-"""Fusion: kernels that share memory traffic become one kernel.
+"""Fuses kernels that share memory traffic.
 
-Rounds over candidate pairs, best first, until a round fuses nothing. Candidates come from shared buffers: a reader
-and its producer (vertical) or two readers of one buffer (horizontal). What may merge is decided in `legality`, and
-every refusal carries its reason.
+Each round tries candidate pairs, the best first, until a round fuses nothing. Candidates share a buffer: a reader and
+its producer (vertical) or two readers (horizontal). `legality` decides which pairs may merge, and gives a reason for
+every refusal.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from overlapc.fusion.simplify import simplified
 from overlapc.ir.conversions import numbers_last, rounded_once
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, nothing_refused
 
-NEIGHBOURS = 8  # readers of one buffer that are paired with each other: keeps candidates linear in the graph
-FARTHEST = 512  # positions apart that two readers may stand: fusing farther ones lengthens live ranges
-# With loops as they are, then crosswise too, then in any order.
+NEIGHBOURS = 8  # next readers of a buffer with which a reader is paired: keeps candidates linear in the graph
+FARTHEST = 512  # most positions between two readers of a pair: fusing more distant ones lengthens live ranges
+# First with loops unchanged, then with crossing loops, then with reordered loops.
 ROUNDS = (LoopChanges(), LoopChanges(across=True), LoopChanges(across=True, reorders=True))
 
 
@@ -36,7 +36,7 @@ class KernelTiming:
     """The measured time and register spills of a kernel."""
 
     ns: float
-    spills: int = 0  # registers that did not fit, of a GPU's kernel
+    spills: int = 0  # spilled registers of a GPU kernel
 
 
 Measure = Callable[[Loops], KernelTiming | str]  # a kernel's timing, or why there is none
@@ -51,23 +51,24 @@ def fuse(
     measure: Measure | None = None,
     refuse: Refuse = nothing_refused,
 ) -> tuple[list[IROp], FusionReport]:
-    """`ops` with kernels fused, in a legal order, and a report of fusions and refusals.
+    """Return `ops` with kernels fused, in a legal order, and a report of fusions and refusals.
 
-    `freeable` names inputs that only the graph holds. With `combos`, kernels of one kind then share launches.
-    With `measure`, a fusion stays only if its kernel is faster than the two alone, and spills no registers. None makes
-    a kernel that `refuse` has a reason against. A `seed` tries candidates in random order: every order must give the
-    same results, which tests show.
+    freeable: inputs that only the graph holds.
+    seed: try candidates in random order; tests show that every order gives the same results.
+    combos: combine kernels of one kind into launches afterwards.
+    measure: a fusion is done only if its kernel is faster than the two alone and spills no registers.
+    refuse: why the device's generator cannot generate a kernel, or None; refused kernels are not created.
     """
     fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed), measure, refuse)
     fuser.run()
     if combos:
-        fuser.simplify()  # before: kernels of one kind must stay so
+        fuser.simplify()  # before combining, because afterwards kernels of one launch must keep the same template
         combine(fuser.groups, fuser.report)
     return fuser.groups.ops(), fuser.finished()
 
 
 class Fuser:
-    """One fusion run."""
+    """One run of fusion."""
 
     def __init__(
         self,
@@ -83,11 +84,11 @@ class Fuser:
         self.refuse = refuse
         self.shuffle = shuffle
         self.report = FusionReport()
-        self.changes = ROUNDS[0]  # of the round that is on
-        self.settled: set[tuple[int, int, int, int, int]] = set()  # refused attempts, by `_attempt`
+        self.changes = ROUNDS[0]  # loop changes of the current round
+        self.settled: set[tuple[int, int, int, int, int]] = set()  # keys of refused attempts, see `_attempt`
 
     def run(self) -> None:
-        """Runs rounds until no kernels fuse, for each entry of `ROUNDS`, then again with cut loops."""
+        """Run rounds until no kernels fuse, for each entry of `ROUNDS`, then again with split loops."""
         self._rounds()
         if self._cut():
             self._rounds()
@@ -98,7 +99,7 @@ class Fuser:
                 pass
 
     def _cut(self) -> bool:
-        """Cuts the loops of every kernel where that can be generated; whether there was one."""
+        """Split the loops of every kernel for which the result can be generated; whether any was split."""
         found = False
         for group in self.groups:
             if not isinstance(group.op, Loops):
@@ -111,14 +112,14 @@ class Fuser:
         return found
 
     def simplify(self) -> None:
-        """Simplifies the body of every kernel, now that no other kernel will be fused into it."""
+        """Simplify the body of every kernel; no other kernel may be fused into it afterwards."""
         for group in self.groups:
             if isinstance(group.op, Loops):
                 body = rounded_once(numbers_last(simplified(group.op.body)))
                 group.op = dataclasses.replace(group.op, body=body)
 
     def finished(self) -> FusionReport:
-        """The report of all rounds, without refusals of kernels that were fused later in another way."""
+        """Return the report of all rounds, without refusals of kernels that were fused later in another way."""
         group_of = {name: group for group in self.groups for name in group.members}
         self.report.refused = {
             (a, b): reason for (a, b), reason in self.report.refused.items() if group_of[a] is not group_of[b]
@@ -127,11 +128,11 @@ class Fuser:
         return self.report
 
     def round(self) -> bool:
-        """Tries every candidate once, the best first; whether anything fused."""
+        """Try every candidate once, the best first; whether anything was fused."""
         pairs = sorted(self.candidates(), key=lambda pair: (pair[0], -pair[1], -pair[2]), reverse=True)
         if self.shuffle is not None:
             self.shuffle.shuffle(pairs)
-        moved: dict[int, int] = {}  # merged away in this round -> where to
+        moved: dict[int, int] = {}  # group merged in this round -> group that replaced it
 
         def now(number: int) -> int:
             while number in moved:
@@ -147,7 +148,7 @@ class Fuser:
         return bool(moved)
 
     def candidates(self) -> Iterable[tuple[Score, int, int]]:
-        """(score, first, second) of pairs of kernels that share a buffer."""
+        """Yield (score, first, second) of pairs of kernels that share a buffer."""
         groups = self.groups
         saved: defaultdict[tuple[int, int], int] = defaultdict(int)
         position = groups.order.position
@@ -172,14 +173,14 @@ class Fuser:
         return same_space(a, b) or (self.changes.across and crosses(a, b))
 
     def _attempt(self, first: int, second: int) -> tuple[int, int, int, int, int]:
-        """A key for an attempt to merge the two groups in their current state in this round."""
+        """Return the key of an attempt to merge two groups in their current state with this round's loop changes."""
         a, b = self.groups[first], self.groups[second]
         across = self.changes.across and crosses(a.kernel.body, b.kernel.body)
         reorders = self.changes.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction)
         return first, second, a.grown, b.grown, across + reorders
 
     def try_merge(self, first: int, second: int) -> bool:
-        """Fuses two groups, of which `first` is the earlier one, or records the refusal."""
+        """Fuse two groups, of which `first` is the earlier one, or record the refusal; whether they were fused."""
         a, b = self.groups[first], self.groups[second]
         refusal = self._merged(a, b)
         if refusal is not None:
@@ -188,7 +189,7 @@ class Fuser:
         return refusal is None
 
     def _merged(self, a: Group, b: Group) -> Refusal | None:
-        """Replaces two kernels by one, or returns the refusal."""
+        """Replace two kernels by one, or return the refusal."""
         body = verdict(self.groups, a, b, self.changes, self.refuse)
         if isinstance(body, Refusal):
             return body
@@ -206,7 +207,7 @@ class Fuser:
 
 
 def _slower(a: Group, b: Group, fused: Loops, measure: Measure) -> Refusal | None:
-    """The reason why a measured fusion is refused, or None."""
+    """Return why a measured fusion is refused, or None."""
     both = measure(fused)
     alone = [measure(group.kernel) for group in (a, b)]
     if isinstance(both, str):

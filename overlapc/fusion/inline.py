@@ -1,9 +1,9 @@
-"""Inlines element-wise kernels into their readers, where that moves no more bytes.
+"""Inlines element-wise kernels into their readers if that increases memory traffic only little or not at all.
 
     t[p0] = x[p0] + 1;  y[p0] = t[p0] * 2        ->   y[p0] = (x[p0] + 1) * 2
 
-Works through any view between the two: the reader's index into `t` is turned into the position that `t`'s kernel
-would have been at.
+This works through any view between the two: the reader's index into `t` is converted to the position at which `t`'s
+kernel would have stored the element.
 """
 
 from __future__ import annotations
@@ -28,50 +28,53 @@ from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, buffers_read, not
 from overlapc.ir.rewriting import canonical, rewrite, rewrite_values
 from overlapc.ir.settle import with_known_positions
 
-LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded
-FEW = 64  # one element of so many
-MOST_RECOMPUTED = 16  # values of a producer that several readers may each compute again
-# Bytes that may be read once more to spare a kernel: a launch takes a GPU as long as a few MiB, a CPU as long as this.
+LARGEST_BODY = 256  # most values of a kernel after inlining; keeps source readable and registers bounded
+FEW = 64  # a reader of at most one element in this many reads few elements
+MOST_RECOMPUTED = 16  # most values of a producer that several readers may each recompute
+# Bytes of additional traffic that removing a kernel may cost: a launch takes a GPU as long as a few MiB of traffic, and
+# a CPU as long as this.
 LAUNCH_BYTES = 64 << 10
-# Cheap enough to compute once more per iteration instead of reading the result from memory.
+# Operations cheap enough to recompute per iteration instead of loading their result from memory.
 CHEAP = frozenset(
     "neg abs add sub mul fma maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor logical_not where "
     "bitwise_and bitwise_or bitwise_xor bitwise_not".split()
 )
 
 
-# Instructions of other operations, about; what is not named is computed once.
+# Approximate instructions of other operations; operations that are not listed are never recomputed.
 COSTS = {
     "div": 8, "reciprocal": 8, "sqrt": 8, "rsqrt": 8, "exp": 10, "exp2": 8, "sigmoid": 16, "log": 16, "relu": 1,
     "tanh": 24, "floor": 1, "ceil": 1, "sign": 2, "isnan": 1, "isinf": 1, "logical_not": 1, "bitcast": 0,
 }  # fmt: skip
-# Computed again to spare a byte to or from memory. An H200 does 7 in that time, a CPU core with vectors about 5: less
-# than that, because the readers may yet fuse, and then nothing is spared.
+# Instructions that may be recomputed to save a byte of memory traffic. An H200 runs 7 in the time of a byte, a CPU core
+# with vectors about 5; the limit is lower because the readers may still fuse, and then nothing is saved.
 INSTRUCTIONS_PER_BYTE = 2
 
 
 def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_refused) -> list[IROp]:
-    """`ops` with element-wise kernels moved into their readers, unless that makes a refused kernel; kernels
-    that are no longer read are dropped.
+    """Return `ops` with element-wise kernels inlined into their readers; kernels that are no longer read are dropped.
+
+    refuse: why the device's generator cannot generate a kernel, or None; refused kernels are not created.
     """
     now: list[IROp | None] = list(ops)
     kept = output_buffers(graph) | set(graph.aliases.values())
     users: defaultdict[str, set[int]] = defaultdict(set)
     ordered = {name for later, earlier in graph.order.items() for name in (later, *earlier)}
-    overwritten: defaultdict[str, list[int]] = defaultdict(list)  # memory -> positions of what overwrites it
+    overwritten: defaultdict[str, list[int]] = defaultdict(list)  # root -> positions of ops that overwrite it
     from_kernels = {view.buffer for op_ in ops if isinstance(op_, Loops) for view in op_.outputs}
     for position, op_ in enumerate(ops):
         for name in buffers_read(op_):
             users[name].add(position)
         for view in mutated(op_):
             overwritten[graph.root(view.buffer)].append(position)
-    # A second pass for readers of few elements, into which producers may have been inlined by now.
+    # A second pass handles readers of few elements, after their other producers have been inlined.
     for position, few in ((position, few) for few in (False, True) for position in range(len(now))):
         producer = now[position]
         if not isinstance(producer, Loops):
             continue
         if not few:
-            # Only after the passes above: as a reader it was a loop that reads at one index, its terms read at several.
+            # Unrolled only now, after its producers have been inlined: as a loop it reads them at one index, unrolled
+            # at several.
             now[position] = producer = dataclasses.replace(producer, body=simplified(unrolled(producer.body)))
         if len(producer.outputs) != 1 or producer.name in ordered:
             continue
@@ -88,7 +91,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
         if few or not _pays(producer, consumers, shared, graph):
             into = {at: each for at, each in into.items() if _reads_little(producer, each, graph)}
         if not into or any(_between(overwritten[graph.root(name)], position, max(into)) for name in sources):
-            continue  # the readers would see what was written over it
+            continue  # a source is overwritten before a reader runs
         inlined = {at: _inlined_safely(producer, consumer, graph) for at, consumer in into.items()}
         if any(body is None or refuse(producer.device, body) is not None for body in inlined.values()):
             continue
@@ -106,7 +109,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
 
 
 def _inlined_safely(producer: Loops, consumer: Loops, graph: LoweredGraph) -> Body | None:
-    """`inline_into`, or None where the consumer would then overwrite what others of its iterations still read."""
+    """Call `inline_into`; return None also if the consumer would overwrite memory that its other iterations read."""
     body = inline_into(producer, consumer)
     if body is None:
         return None
@@ -119,26 +122,29 @@ def _inlined_safely(producer: Loops, consumer: Loops, graph: LoweredGraph) -> Bo
 
 
 def _between(positions: Sequence[int], start: int, end: int) -> bool:
-    """Whether one of the sorted `positions` lies between the two."""
+    """Whether one of the sorted `positions` is strictly between `start` and `end`."""
     return bisect_right(positions, start) < bisect_left(positions, end)
 
 
 def is_elementwise(body: Body) -> bool:
-    """One store a position, of every position, and nothing else."""
+    """Whether a body just stores one element per position."""
     return len(body.stores) == 1 and not scatters(body) and not body.reduction
 
 
 def _pays(producer: Loops, consumers: list[Loops], shared: Collection[str], graph: LoweredGraph) -> bool:
-    """Whether the consumers should compute what `producer` stores. Other kernels read or write its `shared` sources."""
+    """Whether the consumers should recompute the elements that `producer` stores.
+
+    shared: sources of `producer` that other kernels read or write.
+    """
     body = producer.body
     buffer = producer.outputs[0].buffer
     values = body.values()
     loads = body.loads()
     if not loads:
-        return len(values) <= MOST_RECOMPUTED  # made from positions and constants alone
+        return len(values) <= MOST_RECOMPUTED  # computed from positions and constants only
     if body.checks() and not all(_covers(consumer.body, body, buffer) for consumer in consumers):
-        return False  # eager checks elements that are not read, too
-    # What is the same in every iteration is computed once: before the loops, or once a program.
+        return False  # eager also checks elements that are not read
+    # Values that are the same in every iteration are computed once: before the loops, or once per program.
     varies = depends_on(values, {loop.symbol for loop in body.loops})
     cheap = all(value.name in CHEAP for value in values if isinstance(value, Op) and varies[value])
     iterations = graph.hint(body.numel())
@@ -146,7 +152,7 @@ def _pays(producer: Loops, consumers: list[Loops], shared: Collection[str], grap
         if len(values) + len(consumer.body.values()) > LARGEST_BODY:
             return False
         if consumer.body.dots() and any(load.indirect for load in loads):
-            return False  # tiles of a matrix product are fetched ahead, which needs addresses that are known ahead
+            return False  # tiles of a matrix product are loaded in advance, which needs addresses known in advance
         indices = {load.index for load in consumer.body.loads() if load.buffer == buffer}
         if len(indices) > 2 or (len(indices) == 2 and len(values) > MOST_RECOMPUTED):
             return False
@@ -156,7 +162,7 @@ def _pays(producer: Loops, consumers: list[Loops], shared: Collection[str], grap
     if len(consumers) == 1:
         if not amplified:
             return True
-        # The producer may fuse with the kernels that share its sources, a consumer of more iterations may not.
+        # The producer could fuse with kernels that share its sources; a consumer with more iterations cannot.
         loads = [load for load in loads if load.buffer in shared]
     elif len(values) > MOST_RECOMPUTED:
         return False
@@ -168,18 +174,18 @@ def _pays(producer: Loops, consumers: list[Loops], shared: Collection[str], grap
         for load in sources
         for run in runs
     )
-    # Read by each consumer, against written once and read by each consumer.
+    # The result is no longer written once and read by each consumer; instead each consumer reads the sources.
     saved_bytes = (iterations + sum(runs)) * itemsize - read_bytes
-    again = max(0, sum(runs) - iterations)  # how often more the values are computed
+    again = max(0, sum(runs) - iterations)  # additional evaluations of the values
     if not cheap and again * _cost(values, varies) > INSTRUCTIONS_PER_BYTE * saved_bytes:
         return False
     return saved_bytes >= -LAUNCH_BYTES
 
 
 def _reads_little(producer: Loops, consumer: Loops, graph: LoweredGraph) -> bool:
-    """Whether `consumer` reads so few of the elements that it may as well compute them, as a choice of one a row does.
+    """Whether `consumer` reads so few elements that it can recompute them, as a selection of one per row does.
 
-    Then other readers may fuse with the producer, and none of its elements reach memory.
+    The other readers may then fuse with the producer, so that its elements are never written to memory.
     """
     iterations = graph.hint(numel((consumer.body.numel(), consumer.body.reduction_numel())))
     values = producer.body.values()
@@ -191,20 +197,20 @@ def _reads_little(producer: Loops, consumer: Loops, graph: LoweredGraph) -> bool
 
 
 def _cost(values: Sequence[Value], varies: Mapping[Value, bool]) -> float:
-    """Instructions that one more iteration takes; infinite with what is never computed again."""
+    """Return the instructions of one more iteration; infinite if an operation is never recomputed."""
     names = [value.name for value in values if isinstance(value, Op) and varies[value]]
     return sum(1 if name in CHEAP else COSTS.get(name, math.inf) for name in names)
 
 
 def _covers(consumer: Body, producer: Body, buffer: str) -> bool:
-    """Whether the consumer reads every element of the producer's buffer, going by counts and masks."""
+    """Whether the consumer reads every element of the producer's buffer, judged by element counts and masks."""
     reads = [load for load in consumer.loads() if load.buffer == buffer]
     elements = numel((consumer.numel(), consumer.reduction_numel()))
     return elements == producer.numel() and any(load.mask is None and not load.indirect for load in reads)
 
 
 def loop_strides(body: Body) -> list[sympy.Expr] | None:
-    """The step of the one store's index per loop; None unless the index is linear from 0."""
+    """Return the stride of the only store's index along each loop; None unless the index is linear without offset."""
     store = body.stores[0]
     rest = store.index
     strides = []
@@ -216,7 +222,7 @@ def loop_strides(body: Body) -> list[sympy.Expr] | None:
 
 
 def inline_into(producer: Loops, consumer: Loops) -> Body | None:
-    """The consumer's body without loads of the producer's buffer; None where an index cannot be carried over."""
+    """Return the consumer's body with loads of the producer's buffer replaced; None if an index cannot be converted."""
     store = producer.body.stores[0]
     strides = loop_strides(producer.body)
     if strides is None:
@@ -237,7 +243,7 @@ def inline_into(producer: Loops, consumer: Loops) -> Body | None:
 
 
 def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ranges: Ranges) -> Value | None:
-    """What `body` would have stored where `load` reads; None where that place cannot be written down."""
+    """Return the value that `body` would have stored where `load` reads; None if its position cannot be expressed."""
     if load.mask is not None:
         ranges = ranges_under(load.mask, ranges)
     picked = {symbol for symbol, _ in load.indirect}
@@ -262,14 +268,14 @@ def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ra
     new = rewrite_values([store.value], lambda expr: simplify(substitute(expr, replacement), ranges), guarded)
     value = as_read(store, new[store.value])
     if any(isinstance(part, Index) and not picked.isdisjoint(part.expr.free_symbols) for part in new.values()):
-        return None  # a position that is itself loaded is no index expression
+        return None  # an Index cannot contain a position that is loaded from memory
     if load.mask is None or isinstance(value, Load):
         return value
     return op("where", load.mask, value, constant(0, value.dtype))
 
 
 def _picked_ranges(load: Load) -> Ranges | None:
-    """Ranges of the symbols that `load` binds to values from memory, by the checks these passed; None without one."""
+    """Return the ranges of the symbols that `load` binds to loaded values, by their checks; None if one is unchecked."""
     found = []
     for symbol, value in load.indirect:
         condition = value.condition if isinstance(value, Checked) else None
@@ -286,7 +292,7 @@ def _picked_ranges(load: Load) -> Ranges | None:
 
 
 def ranges_under(mask: Value, ranges: Ranges) -> Ranges:
-    """`ranges` narrowed by what `mask` says about positions: with p1 < 64, 64*p0 + p1 < 64 leaves p0 only 0."""
+    """Narrow `ranges` by the conditions of `mask` on positions: with p1 < 64, 64*p0 + p1 < 64 implies p0 = 0."""
     pending = [mask]
     while pending:
         condition = pending.pop()
@@ -301,7 +307,7 @@ def ranges_under(mask: Value, ranges: Ranges) -> Ranges:
 
 
 def _where_not_negative(expr: sympy.Expr, ranges: Ranges) -> Ranges:
-    """`ranges` without what makes a linear `expr` negative, whatever the other symbols are."""
+    """Narrow each symbol's range to values for which a linear `expr` can be nonnegative."""
     expr = sympy.expand(expr)
     narrowed = []
     for symbol, low, high in ranges:

@@ -1,7 +1,7 @@
-"""Kernels while they fuse: groups of ops, what they read and write, where they run and what they wait for.
+"""State of fusion: groups of ops, the buffers that they read and write, their order and the waits before them.
 
-When one group replaces two, five data structures change together: readers and writers of each buffer, the order,
-live memory, the waits before each group, and the starts after it. Only `Groups` changes them.
+When one group replaces two, five data structures change together: readers and writers of each buffer, the order, live
+memory, the waits before each group, and the starts after it. Only `Groups` changes them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffe
 
 @dataclass(slots=True)
 class Group:
-    """Kernels fused or combined so far. A group of another kind of op never merges."""
+    """Kernels that have been fused or combined so far. A group of another kind of op never merges."""
 
     number: int
     op: IROp
     members: list[str]
     reads: set[str]
     writes: set[str]
-    runs_at: int  # number of the op in whose place it runs
-    grown: int = 0  # how often it has merged
+    runs_at: int  # number of the op at whose position it runs
+    grown: int = 0  # number of its merges
 
     @property
     def dots(self) -> bool:
-        """Whether it holds a matrix product."""
+        """Whether it contains a matrix product."""
         return isinstance(self.op, Loops) and bool(self.op.body.dots())
 
     @property
@@ -43,10 +43,10 @@ class Group:
 
 
 class Groups:
-    """The groups of one graph by number, each op one of its own at first."""
+    """The groups of one graph, by number; at first each op is a group of its own."""
 
     def __init__(self, ops: Sequence[IROp], graph: LoweredGraph, freeable: Collection[str] = ()) -> None:
-        """`freeable` names inputs that only the graph holds."""
+        """freeable: inputs that only the graph holds."""
         self.graph = graph
         dependences = edges(ops, graph)
         self.order = MergingOrder(dependences.before)
@@ -74,17 +74,17 @@ class Groups:
         return iter(self._groups.values())
 
     def ops(self) -> list[IROp]:
-        """The ops of all remaining groups, in a legal order."""
+        """Return the ops of all remaining groups, in a legal order."""
         return [self._groups[number].op for number in self.order.order()]
 
     # --- questions about two groups
 
     def in_order(self, a: int, b: int) -> tuple[int, int]:
-        """The two group numbers, the earlier group's first."""
+        """Return the two group numbers, the earlier group's first."""
         return (a, b) if self.order.position[a] < self.order.position[b] else (b, a)
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of a buffer at the traced sizes; 0 for a value that is no tensor."""
+        """Return the bytes of a buffer at the traced sizes; 0 for a value that is not a tensor."""
         known = self._sizes.get(name)
         if known is None:
             view = self.graph.views.get(name)
@@ -92,25 +92,28 @@ class Groups:
         return known
 
     def local(self, a: Group, b: Group) -> set[str]:
-        """Buffers that would live and die inside the fused kernel: they never touch memory."""
+        """Return the buffers that only the fused kernel would use, so that they need no memory."""
         both = {a.number, b.number}
         local = {name for name in a.writes | b.writes if self.readers[name] <= both and name not in self.outputs}
         unread = {name for name in local if not self.readers[name]}
         return local - _with_checks((a.kernel.body, b.kernel.body), unread) if unread else local
 
     def obstacle(self, a: Group, b: Group) -> Refusal | None:
-        """The reason why no launch can do the work of both groups, or None."""
+        """Return why no launch can do the work of both groups, or None."""
         if a.op.device != b.op.device:  # type: ignore[union-attr]
             return Refusal("they run on different devices")
-        # A kernel that a start waits for would have to wait for a communication that it did not need, or a start
-        # be launched later: it would undo overlap that the passes could have had.
+        # If one group precedes a start and the other follows a wait, the start would depend on the wait: the merged
+        # kernel would prevent overlap that the passes could have planned.
         waits, starts = self._waits.alone(a.number, b.number), self._starts.alone(a.number, b.number)
         if (starts[0] and waits[1]) or (starts[1] and waits[0]):
             return Refusal("one leads to a collective's start, the other comes after a wait")
         return None
 
     def outgrows(self, a: Group, b: Group, op: Loops | Combo, local: set[str]) -> Refusal | None:
-        """Whether `op`, which does what both do, raises the peak of memory; `local` never touches memory then."""
+        """Return a refusal if `op`, which replaces both groups, raises peak memory, else None.
+
+        local: buffers that then need no memory.
+        """
         stays, moves = self._stays_and_moves(a, b)
         changes = self.memory.moved(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local)
         changes += self.memory.rewritten(op, moves.runs_at, stays.runs_at, local)
@@ -120,26 +123,26 @@ class Groups:
         return None
 
     def _stays_and_moves(self, a: Group, b: Group) -> tuple[Group, Group]:
-        """The group at whose position both would run (as `MergingOrder.merge` decides), and the other one."""
+        """Return the group at whose position both would run (as `MergingOrder.merge` decides), and the other one."""
         first, second = self.in_order(a.number, b.number)
         if self.order.may_run_early(first, second):
             return self._groups[first], self._groups[second]
         moves, stays = sorted((a, b), key=lambda group: group.runs_at)
         return stays, moves
 
-    # --- making one of two
+    # --- merging two groups
 
     def make_room(self, a: Group, b: Group) -> tuple[Group, Group] | Refusal:
-        """Gives both one place in the order, `a` standing earlier: the group in whose place, and the other one.
+        """Give both groups, of which `a` is earlier, one position; return the group at whose position, and the other.
 
-        Refusal where another group must run between them; then nothing has changed.
+        Return a refusal, without any change, if another group must run between them.
         """
         place = self._stays_and_moves(a, b)
         between = self.order.merge(a.number, b.number)
         return place if between is None else Refusal(f"{self._groups[between].op.name} must run between them")
 
     def replace(self, a: Group, b: Group, op: Loops | Combo, local: set[str], place: tuple[Group, Group]) -> None:
-        """Puts `op` in the place of both groups, where `make_room` made it; `local` buffers no longer touch memory."""
+        """Replace both groups by `op` at `place`, the result of `make_room`; `local` buffers need no memory then."""
         kept, merged = min(a.number, b.number), max(a.number, b.number)
         stays, moves = place
         self.memory.move(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local, op)
@@ -167,7 +170,7 @@ class Groups:
 
 
 def _with_checks(bodies: Iterable[Body], unread: set[str]) -> set[str]:
-    """Buffers that are not read but whose stores carry checks, which would be lost without the store."""
+    """Return the buffers in `unread` whose stores contain checks, which would be lost without the store."""
     return {
         store.buffer
         for body in bodies

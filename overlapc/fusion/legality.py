@@ -1,4 +1,4 @@
-"""Which kernels may merge, and for the others why not."""
+"""Decides which kernels may merge, and gives the reason for each pair that may not."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.ops import Loops, Refuse
 from overlapc.ir.template import rough_kind
 
-LARGEST_KERNEL = 512  # values in one kernel: longer ones spill registers and take long to compile
-MOST_BUFFERS = 48  # arguments of one kernel
-LITTLE = 64  # sharing less than this fraction (1 / LITTLE) of a kernel's bytes is not worth a fusion
+LARGEST_KERNEL = 512  # most values in one kernel: larger ones spill registers and take long to compile
+MOST_BUFFERS = 48  # most arguments of one kernel
+LITTLE = 64  # sharing less than 1 / LITTLE of a kernel's bytes is not worth a fusion
 
 
 @dataclass(frozen=True, slots=True)
 class LoopChanges:
-    """Transformations of loops that a merge may use in one round."""
+    """Loop transformations that merges may use in one round."""
 
-    across: bool = False  # whether their loops may cross
-    reorders: bool = False  # whether loops may change their order
+    across: bool = False  # whether rows of one kernel may be columns of the other
+    reorders: bool = False  # whether the order of loops may change
 
 
 def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Refuse) -> Body | Refusal:
-    """The merged body, or the reason why the two kernels stay separate."""
+    """Return the merged body, or the reason why the two kernels stay separate."""
     if (a.dots or b.dots) and a.kernel.body.reduction and b.kernel.body.reduction:
         return Refusal("a matrix product shares its kernel with no other reduction")
     if len(a.reads | b.reads | a.writes | b.writes) > MOST_BUFFERS:
@@ -69,7 +69,7 @@ def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Re
 
 
 def _only_alike(groups: Groups, a: Group, b: Group) -> bool:
-    """Whether two kernels are of one kind and share little: unfused they can share a launch with more of their kind."""
+    """Whether two kernels are of one kind and share little, so that they should rather share a launch with others."""
     if not a.writes.isdisjoint(b.reads) or rough_kind(a.kernel.body) != rough_kind(b.kernel.body):
         return False
     shared = sum(map(groups.bytes_of, a.reads & b.reads))
@@ -95,12 +95,12 @@ def _leaves_tiles(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
         return False
     apart = sum(untiled_bytes(group.kernel.body, groups.bytes_of) for group in (a, b))
     more = untiled_bytes(merged, groups.bytes_of) - apart
-    # Such memory is read or written in sectors of which most is of no use.
+    # Untiled memory is accessed in sectors of which only a small part is used.
     return 2 * more > sum(map(groups.bytes_of, (a.reads | a.writes) & (b.reads | b.writes)))
 
 
 def _unsafe_change(groups: Groups, a: Group, b: Group, merged: Body) -> Refusal | None:
-    """The reason why the merged kernel must not change memory in place, or None."""
+    """Return why the merged kernel must not change memory in place, or None."""
     for view in (*a.kernel.mutates, *b.kernel.mutates):
         root = groups.graph.root(view.buffer)
         stores = [store for store in merged.stores if groups.graph.root(store.buffer) == root]
@@ -113,7 +113,7 @@ def _unsafe_change(groups: Groups, a: Group, b: Group, merged: Body) -> Refusal 
 
 
 def _reordered(groups: Groups, a: Group, b: Group) -> Body | None:
-    """The merged kernel with loops in the memory order of the largest shared buffer; None where that costs more."""
+    """Return the merged kernel with loops in the memory order of the largest shared buffer; None if it does not pay."""
     shared = max((a.reads | a.writes) & b.reads or b.writes & a.reads, key=lambda name: (groups.bytes_of(name), name))
     first, second = (in_order_of(group.kernel.body, shared, groups.graph.hint) for group in (a, b))
     if first is None or second is None:
@@ -127,7 +127,7 @@ def _reordered(groups: Groups, a: Group, b: Group) -> Body | None:
 
 
 def one_kernel(a: Group, b: Group, body: Body, local: set[str]) -> Loops:
-    """The op of `body`, the merged kernel of both groups; `local` buffers exist only inside it."""
+    """Return the op of `body`, the merged kernel of both groups; `local` buffers exist only inside of it."""
     return Loops(
         b.op.name,
         a.kernel.device,

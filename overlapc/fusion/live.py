@@ -1,8 +1,8 @@
-"""How much memory is live while each op runs, so that fusion does not raise the peak.
+"""Tracks the live memory while each op runs, so that fusion does not raise the peak.
 
-A fused kernel runs where its later part ran. Buffers that only the earlier part reads live longer, which is harmless
-if memory is not scarce; buffers local to the kernel are not allocated. A result written over an argument
-that dies there (codegen/program_builder.py) needs no memory of its own.
+A fused kernel usually runs at the position of its later part. Buffers that only the earlier part reads live longer,
+which matters only at the peak; buffers local to the kernel are not allocated. A result written over an argument that
+dies there (codegen/program_builder.py) needs no memory of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from overlapc.fusion.deps import output_buffers, reads_of
 from overlapc.ir.hazards import overwrites_in_place
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, buffers_read, buffers_written, loops_of
 
-# More than the peak by this is no more: an allocator hands out small buffers from segments of 2 MiB.
+# Exceeding the peak by this much is allowed: an allocator serves small buffers from segments of 2 MiB.
 SLACK_BYTES = 2**20
 
 
@@ -31,15 +31,15 @@ class Change:
 
 
 class LiveBytes:
-    """Bytes live at each op, by its number in the order that fusion starts from."""
+    """Live bytes at each op, by its number in the order before fusion."""
 
     def __init__(
         self, ops: Sequence[IROp], graph: LoweredGraph, bytes_of: Callable[[str], int], freeable: Collection[str]
     ) -> None:
-        """`freeable` names the inputs whose memory ends with their last reader."""
+        """freeable: inputs whose memory is freed after their last reader."""
         self.graph = graph
         self.bytes_of = bytes_of
-        self.last: dict[str, int] = {}  # memory that ends inside the graph -> number of its last user
+        self.last: dict[str, int] = {}  # root that is freed inside of the graph -> number of its last user
         first: dict[str, int] = dict.fromkeys(freeable, 0)
         self.first = first
         for number, op in enumerate(ops):
@@ -63,7 +63,7 @@ class LiveBytes:
         self.peak = max(self.live, default=0)
 
     def _in_place(self, op: IROp, at: int, local: AbstractSet[str] = frozenset()) -> int:
-        """Bytes that `op`, running at `at`, may write over arguments that end there anyway."""
+        """Return the bytes that `op`, running at `at`, may write over arguments that die there."""
         if not isinstance(op, Loops | Combo):
             return 0
         parts = loops_of(op)
@@ -89,11 +89,11 @@ class LiveBytes:
     def moved(
         self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str]
     ) -> list[Change]:
-        """The changes when an op moves from `at` to `to` and `local` buffers are no longer allocated."""
+        """Return the changes if an op moves from `at` to `to` and `local` buffers are no longer allocated."""
         changes = [
             Change(self.first[name], self.last[name] + 1, -self.bytes_of(name)) for name in local & self.last.keys()
         ]
-        made = [name for name in writes if name not in local and name in self.first]  # others: memory there is
+        made = [name for name in writes if name not in local and name in self.first]  # others need no new memory
         if to < at:
             return [*changes, *(Change(to, at, self.bytes_of(name)) for name in made)]
         roots = {self.graph.root(name) for name in reads} - local
@@ -102,7 +102,7 @@ class LiveBytes:
         return [*changes, *(Change(at, to, -self.bytes_of(name)) for name in made)]
 
     def rewritten(self, op: IROp, at: int, to: int, local: AbstractSet[str]) -> list[Change]:
-        """The changes in memory that is overwritten in place when `op` replaces the ops at `at` and at `to`."""
+        """Return the changes due to memory overwritten in place if `op` replaces the ops at `at` and at `to`."""
         return [
             Change(at, at + 1, self.in_place[at]),
             Change(to, to + 1, self.in_place[to] - self._in_place(op, to, local)),
@@ -121,7 +121,7 @@ class LiveBytes:
     def move(
         self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str], op: IROp
     ) -> None:
-        """Records that the op at `at` moved to `to`, where `op` replaces both."""
+        """Record that the op at `at` moved to `to`, where `op` replaces both."""
         changes = self.moved(reads, writes, at, to, local) + self.rewritten(op, at, to, local)
         self.in_place[at], self.in_place[to] = 0, self._in_place(op, to, local)
         for change in changes:

@@ -1,10 +1,10 @@
-"""Reorders loops, so that two kernels visit the buffers that they share in the same order.
+"""Reorders loops so that two kernels visit the buffers that they share in the same order.
 
     y[4*p0 + p1] = exp(x[4*p0 + p1]);  z[3*p0 + p1] = y[p0 + 4*p1]      over (3, 4) and (4, 3)
- -> the second over (3, 4) as well: z[p0 + 3*p1] = y[4*p0 + p1], and now they merge
+ -> the second over (3, 4) as well: z[p0 + 3*p1] = y[4*p0 + p1], and now they can merge
 
-Tried last, when nothing else fuses, so no fusion is lost. Strides decide: what a kernel then reads or writes
-with a step other than one must not outweigh the traffic that is saved.
+This is tried last, when nothing else fuses, so that it prevents no other fusion. The bytes that become strided must not
+exceed the memory traffic that is saved.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from overlapc.ir.body import Body, Load, Loop, Store
 from overlapc.ir.indexing import exact_quotient, free_symbols, loop_symbol
 from overlapc.ir.rewriting import canonical, with_loops
 
-Bytes = Callable[[str], int]  # of a buffer at the traced sizes
+Bytes = Callable[[str], int]  # bytes of a buffer at the traced sizes
 
 
 def in_order_of(body: Body, buffer: str, hint: Callable[[sympy.Expr], int]) -> Body | None:
-    """`body` with its parallel loops in the order of memory in which it accesses `buffer`, outermost first.
+    """Return `body` with its parallel loops in the memory order of its accesses to `buffer`, outermost first.
 
-    None when that is not one order: accesses at several indices, or through indices from memory.
-    `hint` gives strides at the traced sizes.
+    None if there is no single order: accesses at several indices, or through indices loaded from memory.
+    hint: evaluates strides at the traced sizes.
     """
     body = split_at_divisions(body)
     accesses = [access for access in _accesses(body) if access.buffer == buffer]
@@ -43,7 +43,7 @@ def in_order_of(body: Body, buffer: str, hint: Callable[[sympy.Expr], int]) -> B
 
 
 def split_at_divisions(body: Body) -> Body:
-    """Each loop that indices divide (`x[p0 // 6]`, `x[p0 % 6]`) as several, so that every index is a plain sum."""
+    """Split each loop that indices divide (`x[p0 // 6]`, `x[p0 % 6]`) into several, so that every index is linear."""
     nests: list[tuple[Loop, ...]] = []
     replacement: dict[sympy.Symbol, sympy.Expr] = {}
     for prefix, nest in (("p", body.loops), ("r", body.reduction)):
@@ -62,7 +62,7 @@ def split_at_divisions(body: Body) -> Body:
 
 
 def _parts(loop: Loop, body: Body) -> list[sympy.Expr]:
-    """Sizes that multiply to the loop's, outermost first, with a border wherever an index divides by a constant."""
+    """Return sizes, outermost first, whose product is the loop's, split wherever an index divides by a constant."""
     borders: set[int] = set()
     indices = {expr for value in body.values() for expr in value.indices()} | {store.index for store in body.stores}
     for division in (found for expr in indices for found in expr.atoms(FloorDiv, ModularIndexing)):
@@ -81,7 +81,7 @@ def _parts(loop: Loop, body: Body) -> list[sympy.Expr]:
 
 
 def step(index: sympy.Expr, loop: Loop) -> sympy.Expr | None:
-    """By how much `index` grows from one iteration of `loop` to the next; None when that varies."""
+    """Return by how much `index` grows from one iteration of `loop` to the next; None if that varies."""
     return _step(index, loop.symbol) if loop.symbol in free_symbols((index,)) else sympy.S.Zero
 
 
@@ -93,9 +93,9 @@ def _step(index: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
 
 
 def scattered_bytes(body: Body, bytes_of: Bytes, along: Loop | None = None) -> int:
-    """Bytes of buffers whose elements the loop `along` does not visit one after another (or all at one place).
+    """Return the bytes of buffers that are neither contiguous nor constant along the loop `along`.
 
-    The innermost loop, unless one is given.
+    along: by default the innermost loop.
     """
     loops = (along,) if along is not None else (*body.loops, *body.reduction)[-1:]
     found: dict[str, int] = {}
@@ -106,10 +106,10 @@ def scattered_bytes(body: Body, bytes_of: Bytes, along: Loop | None = None) -> i
 
 
 def untiled_bytes(body: Body, bytes_of: Bytes) -> int:
-    """Bytes of buffers that lie along none of a tile's two axes, where these are chosen best: two loops of an
-    element-wise kernel, one of the rows and one along them of a reduction.
+    """Return the bytes of buffers that are contiguous along neither axis of a tile, for the best choice of its axes.
 
-    Along counts every second element, too: two accesses may take turns (codegen/triton/pairs.py).
+    The axes are two loops of an element-wise kernel, or a parallel and a reduction loop. Stride 2 counts as contiguous,
+    too, because two accesses may alternate (codegen/triton/pairs.py).
     """
     steps: dict[str, set[sympy.Symbol]] = {}
     for access in _accesses(body):

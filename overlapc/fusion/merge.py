@@ -1,4 +1,4 @@
-"""Two loop bodies as one: common loops, and reads of what the other stores replaced by the value itself."""
+"""Merges two loop bodies into one over common loops; loads of elements that the first stores become stored values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Refusal:
 
 
 def merge(first: Body, second: Body) -> Body | Refusal:
-    """The body of `first` followed by `second`; the stores of both are kept.
+    """Return one body for `first` followed by `second`, with the stores of both, or a refusal.
 
-    Legal when both run over the same iterations and every read by `second` of what `first` stores is at the very
+    It is legal if both run over the same iterations and every load in `second` of a buffer that `first` stores has the
     index of that store. Loads of other buffers do not matter.
     """
     aligned = align(first, second)
@@ -41,7 +41,7 @@ def merge(first: Body, second: Body) -> Body | Refusal:
     def replace(value: Value) -> Value | None:
         if not isinstance(value, Load) or value.buffer not in stored:
             return None
-        # Several stores to one buffer are to different elements of it.
+        # Several stores to one buffer write different elements of it.
         same = [store for store in stored[value.buffer] if store.index == value.index]
         store = (same or stored[value.buffer])[0]
         if store.is_total:
@@ -69,7 +69,7 @@ def merge(first: Body, second: Body) -> Body | Refusal:
 
 
 def align(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
-    """Both bodies over the same loops."""
+    """Return both bodies over the same loops, or a refusal."""
     if first.loops == second.loops and first.reduction == second.reduction:
         return first, second
     if first.reduction and second.reduction:
@@ -91,7 +91,7 @@ def align(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
 
 
 def _align_elementwise(reducing: Body, plain: Body) -> tuple[Body, Body] | Refusal:
-    """`plain` has no reduction: it joins once per row (outer) or once per element of the rows (inner)."""
+    """Align `plain`, which has no reduction: it runs once per row (outer) or once per element of the rows (inner)."""
     outer = refine(_sizes(reducing.loops), _sizes(plain.loops))
     if outer is not None:
         inner = _refined_reductions(reducing.reduction, reducing.reduction)
@@ -114,9 +114,9 @@ def _align_elementwise(reducing: Body, plain: Body) -> tuple[Body, Body] | Refus
 
 @dataclass(frozen=True, slots=True)
 class Refined:
-    """Loop sizes that both of two loop nests can be written in.
+    """A common refinement of two loop nests: loops of `sizes` that both nests can be written in.
 
-    `parts[k][i]` are the positions in `sizes`, outermost first, that make up loop i of nest k.
+    `parts[k][i]` are the positions in `sizes`, outermost first, that form loop i of nest k.
     """
 
     sizes: tuple[sympy.Expr, ...]
@@ -125,7 +125,7 @@ class Refined:
     def replacement(
         self, loops: Sequence[Loop], which: int, symbols: Sequence[sympy.Symbol]
     ) -> dict[sympy.Symbol, sympy.Expr]:
-        """Each loop symbol of nest `which` as the flat position over its parts, whose symbols these are."""
+        """Map each loop symbol of nest `which` to the flat position over its parts; `symbols` are those of `sizes`."""
         replacement: dict[sympy.Symbol, sympy.Expr] = {}
         for loop, part in zip(loops, self.parts[which], strict=False):
             expr = sympy.S.Zero
@@ -136,7 +136,7 @@ class Refined:
 
 
 def refine(a: Sequence[sympy.Expr], b: Sequence[sympy.Expr]) -> Refined | None:
-    """The coarsest common splitting of two nests over the same flat range; None when there is none."""
+    """Return the coarsest common refinement of two nests over the same flat range; None if there is none."""
     sizes: list[sympy.Expr] = []
     owners: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
     i, j = len(a) - 1, len(b) - 1
@@ -164,13 +164,13 @@ def refine(a: Sequence[sympy.Expr], b: Sequence[sympy.Expr]) -> Refined | None:
         owners[0][i].append(len(sizes))
         owners[1][j].append(len(sizes))
         sizes.append(piece)
-    last = len(sizes) - 1  # found from the innermost outwards: turn round
+    last = len(sizes) - 1  # sizes were collected from the innermost outwards, so positions are reversed
     parts = tuple(tuple(tuple(last - at for at in reversed(part)) for part in owner) for owner in owners)
     return Refined(tuple(reversed(sizes)), (parts[0], parts[1]))
 
 
 def _refined_reductions(one: Sequence[Loop], other: Sequence[Loop]) -> Refined | None:
-    """The coarsest common splitting of two reductions. Over one element it is a loop, too: they stay reductions."""
+    """Return the coarsest common refinement of two reductions; at least one loop, of size 1, remains."""
     found = refine(_sizes(one), _sizes(other))
     if found is None or found.sizes:
         return found
@@ -182,7 +182,7 @@ def _sizes(loops: Sequence[Loop]) -> tuple[sympy.Expr, ...]:
 
 
 def nest_of(prefix: str, sizes: Sequence[sympy.Expr]) -> tuple[Loop, ...]:
-    """Loops p0, p1, … (or r0, …) of these sizes."""
+    """Return loops p0, p1, … (or r0, …) of these sizes."""
     return tuple(Loop(loop_symbol(prefix, at), size) for at, size in enumerate(sizes))
 
 
@@ -194,7 +194,7 @@ def _over(body: Body, outer: Refined, inner: Refined, which: int) -> Body:
 
 
 def same_space(first: Body, second: Body) -> bool:
-    """A quick necessary test for `align`, on element counts alone."""
+    """Whether `align` might succeed: a quick necessary test by element counts."""
     a, b = first.numel(), second.numel()
     if first.reduction and second.reduction:
         return a == b and first.reduction_numel() == second.reduction_numel()
@@ -205,6 +205,6 @@ def same_space(first: Body, second: Body) -> bool:
 
 
 def without_stores(body: Body, buffers: set[str]) -> Body:
-    """`body` without its stores to `buffers`, which are read in this kernel only."""
+    """Return `body` without its stores to `buffers`, which are read only in this kernel."""
     kept: tuple[Store, ...] = tuple(store for store in body.stores if store.buffer not in buffers)
     return canonical(Body(body.loops, body.reduction, kept))

@@ -1,8 +1,7 @@
-"""A dependence graph over groups of ops that stays in a legal order while groups merge.
+"""A dependence graph over groups of ops that keeps a legal order while groups merge.
 
-Merging two groups needs to know whether a path leads from one to the other around the edge between them. Every group
-has a position in one topological order, so only groups that stand between the two need to be looked at, and they
-are the only ones that move.
+Two groups can merge only if no path leads from one to the other through a third group. Every group has a position in
+one topological order, so only groups between the two need to be visited, and only they move.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 class MergingOrder:
-    """A legal order of groups. A group has the number of its first op; a merged group keeps the smaller one."""
+    """A legal order of groups. A group has the number of its first op; a merged group has the smaller number."""
 
     def __init__(self, before: Sequence[Iterable[int]]) -> None:
-        """`before[i]` are the ops that op i needs; ops stand in a legal order already."""
+        """before[i]: the ops on which op i depends; ops are in a legal order already."""
         self.before: list[set[int]] = [set(needed) for needed in before]
         self.after: list[set[int]] = [set() for _ in before]
         for group, needed in enumerate(self.before):
@@ -24,7 +23,7 @@ class MergingOrder:
         self.slots: list[int | None] = list(range(len(before)))
 
     def dependents(self, first: int, second: int) -> set[int]:
-        """Groups between two groups that depend on the first one, without the first one itself."""
+        """Return the groups between two groups that depend on the first one, without the first one itself."""
         limit = self.position[second]
         found = {group for group in self.after[first] if self.position[group] < limit}
         stack = list(found)
@@ -36,17 +35,17 @@ class MergingOrder:
         return found
 
     def may_run_early(self, first: int, second: int) -> bool:
-        """Whether the second group depends on the first, and all its other dependences come before the first."""
+        """Whether the second group depends on the first, and its other dependences all come before the first."""
         start = self.position[first]
         return first in self.before[second] and all(
             needed == first or self.position[needed] < start for needed in self.before[second]
         )
 
     def merge(self, first: int, second: int) -> int | None:
-        """Makes one group out of two, `first` standing earlier, with the smaller one's number.
+        """Merge two groups, of which `first` is earlier, into one with the smaller number.
 
-        It takes the first one's place where the second may run early, else one before the second's. Where another
-        group must run between them nothing changes, and that group is returned; else None.
+        It runs at the position of the first one if the second may run early, else just before the groups that depend on
+        the first. If another group must run between them, nothing changes and that group is returned, else None.
         """
         assert self.position[first] < self.position[second]
         dependents = self.dependents(first, second)
@@ -57,7 +56,7 @@ class MergingOrder:
         keep, gone = (first, second) if first < second else (second, first)
         start, end = self.position[first], self.position[second]
         here = [group for group in self.slots[start : end + 1] if group is not None and group not in (first, second)]
-        # What needs the first now comes after both; all else stays before. Order within each part is kept.
+        # Groups that depend on the first now come after both, others before; the order within each part stays.
         earlier = [] if early else [group for group in here if group not in dependents]
         later = here if early else [group for group in here if group in dependents]
         arranged: list[int | None] = [*earlier, keep, *later]
@@ -80,21 +79,21 @@ class MergingOrder:
             neighbours[gone] = set()
 
     def order(self) -> list[int]:
-        """The remaining groups, in a legal order."""
+        """Return the remaining groups, in a legal order."""
         return [group for group in self.slots if group is not None]
 
 
 class Reach:
-    """Which of some ops each group comes after (or before), kept while groups merge.
+    """The ops, among given ones, on which each group depends (or which depend on it), updated while groups merge.
 
-    `onward` says whom a group hands its own on to: `MergingOrder.after` for what comes before it, `.before` for what
-    comes after it.
+    Sets are propagated along the edges `onward`: `MergingOrder.after` for ops before a group, `MergingOrder.before` for
+    ops after it.
     """
 
     def __init__(self, ops: Sequence[int], onward: Sequence[Collection[int]], order: Iterable[int]) -> None:
-        """ops: those that count. order: all groups, each before those that it hands on to."""
+        """ops: the ops to track. order: all groups, each before those to which its set is propagated."""
         self._onward = onward
-        self._of = [0] * len(onward)  # bit sets, a bit an op
+        self._of = [0] * len(onward)  # bit sets with one bit per op
         for bit, number in enumerate(ops):
             self._of[number] = 1 << bit
         for number in order:
@@ -102,11 +101,11 @@ class Reach:
                 self._of[each] |= self._of[number]
 
     def alone(self, a: int, b: int) -> tuple[bool, bool]:
-        """Whether the first group has any that the second has not, and the other way round."""
+        """Whether the first group has an op that the second has not, and vice versa."""
         return bool(self._of[a] & ~self._of[b]), bool(self._of[b] & ~self._of[a])
 
     def merge(self, kept: int, gone: int) -> None:
-        """Both are `kept` now, edges included: what only one of them had, whoever comes behind the other has too."""
+        """Update the sets after `gone` was merged into `kept`, including its edges: both sets now propagate to all."""
         both = self._of[kept] | self._of[gone]
         if self._of[kept] == self._of[gone]:
             return

@@ -1,13 +1,13 @@
-"""A reduction of the columns of a matrix joins a kernel that goes over its rows: one pass over memory for both.
+"""Merges a reduction of a matrix's columns into a kernel that runs over its rows: one pass over memory for both.
 
     for p0 < R, reduce r0 < C:  s = sum(x[C*p0 + r0] * g[C*p0 + r0]);  y[C*p0 + r0] = s * x[C*p0 + r0]
     for p0 < C, reduce r0 < R:  w[p0] = sum(g[C*r0 + p0])
  -> for p0 < R, reduce r0 < C:  s = …;  y[C*p0 + r0] = …;  store sum w[r0] = g[C*p0 + r0]
 
 The gradients of a norm and of its weight are such a pair. An element-wise kernel and a column reduction (the gradients
-of an activation and of a bias) need no totals: the reduction visits every element anyway, and stores them on its way.
+of an activation and of a bias) need no totals: the reduction visits every element anyway, and also does the stores.
 
-Tried after everything that fuses with its loops as they are.
+This is tried after all fusions that leave loops unchanged.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from overlapc.ir.body import LOW_PRECISION, TOTALS, Body, Cast, Loop, Reduce, St
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.rewriting import with_loops
 
-# From where on one pass is faster than two: below, both fit the caches, or there are too few rows to give every
-# program (or thread) many of them, each of which brings partial totals of all columns.
+# Limits from which one pass is faster than two. Below, both passes fit the caches, or there are too few rows to give
+# many to every program (or thread), each of which has partial totals of all columns.
 FEWEST_ELEMENTS = 5 * 2**20
 FEWEST_ROWS = 4096
 ROWS_PER_COLUMN = 2
-MOST_COLUMNS = 16384  # a program keeps a total of each in registers
+MOST_COLUMNS = 16384  # a program has a total of every column in registers
 
 
 def crosses(first: Body, second: Body) -> bool:
-    """A quick necessary test for `merge_across`, on element counts alone."""
+    """Whether `merge_across` might succeed: a quick necessary test by element counts."""
     if first.reduction and second.reduction:
         return first.numel() == second.reduction_numel() and first.reduction_numel() == second.numel()
     if not first.reduction and not second.reduction:
@@ -42,9 +42,9 @@ def crosses(first: Body, second: Body) -> bool:
 
 
 def merge_across(first: Body, second: Body, hint: Callable[[sympy.Expr], int], bytes_of: Bytes) -> Body | Refusal:
-    """A kernel that does the work of both over the loops of one, crosswise to the other's; or the refusal.
+    """Return a kernel that does the work of both, where rows of one are columns of the other; or a refusal.
 
-    `hint` gives sizes as traced, `bytes_of` what each buffer holds.
+    hint: evaluates sizes as traced. bytes_of: bytes of a buffer.
     """
     if first.scans() or second.scans():
         return Refusal("a scan keeps the order of its loops")
@@ -58,20 +58,20 @@ def merge_across(first: Body, second: Body, hint: Callable[[sympy.Expr], int], b
 
 
 def skips(merged: Body, first: Body, second: Body, bytes_of: Bytes) -> bool:
-    """Whether the merged kernel strides through more memory than its parts do.
+    """Whether the merged kernel has more strided memory traffic than its parts.
 
-    So it is when one went over the rows of a matrix and the other over its columns, in loops of equal sizes.
+    That happens if one ran over the rows of a matrix and the other over its columns, with loops of equal sizes.
     """
     return _skipped(merged, bytes_of) > _skipped(first, bytes_of) + _skipped(second, bytes_of)
 
 
 def _skipped(body: Body, bytes_of: Bytes) -> int:
-    """Bytes not visited one after another when neighbouring lanes run along the loop that suits most."""
+    """Return the strided bytes along the loop that is contiguous for most bytes."""
     return min((scattered_bytes(body, bytes_of, loop) for loop in (*body.loops, *body.reduction)), default=0)
 
 
 def _both_reduce(first: Body, second: Body, hint: Callable[[sympy.Expr], int]) -> tuple[Body, Body] | Refusal:
-    """The merged body of a row and a column reduction, over the loops of the row reduction."""
+    """Return both bodies over the loops of the row reduction, with the column reduction as totals; or a refusal."""
     flipped = hint(first.numel()) < hint(second.numel())  # columns are fewer than rows
     columns = first if flipped else second
     if not columns.numel().is_Integer:
@@ -86,7 +86,7 @@ def _both_reduce(first: Body, second: Body, hint: Callable[[sympy.Expr], int]) -
 
 
 def _as_totals(columns: Body) -> Body | Refusal:
-    """A column reduction that goes row by row: its reductions become totals that stores make."""
+    """Return a column reduction that runs row by row, with its reductions as totals of stores; or a refusal."""
     stores = tuple(_as_total(store) for store in columns.stores)
     values = topological(value for store in stores for value in store.operands())
     left = [value.kind for value in values if isinstance(value, Reduce)]
@@ -100,7 +100,7 @@ def _as_totals(columns: Body) -> Body | Refusal:
 
 
 def _as_total(store: Store) -> Store:
-    """`store` with its reduction done by the store itself, where it can be."""
+    """Return `store` as a total, which does the reduction itself; unchanged if that is impossible."""
     value: Value = store.value
     while isinstance(value, Cast) and value.to is store.memory_dtype:
         value = value.arg  # a store rounds anyway
@@ -115,7 +115,7 @@ def _as_total(store: Store) -> Store:
 
 
 def _one_reduces(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
-    """The merged body of a reduction and an element-wise kernel, which runs over the reduction's loops."""
+    """Return both bodies over the loops of the reduction, crosswise to those of the element-wise one; or a refusal."""
     reducing, plain = (first, second) if first.reduction else (second, first)
     across = (*reducing.reduction, *reducing.loops)
     refined = refine([loop.size for loop in across], [loop.size for loop in plain.loops])

@@ -1,4 +1,4 @@
-"""The report of fusion: kernels that were fused or share a launch, and the reason of each refusal."""
+"""The report of fusion: kernels that were fused or share a launch, and the reason for each refusal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class FusionReport:
-    """What was fused and what was refused, by op names."""
+    """Fusions and refusals, by op names."""
 
     fused: list[tuple[str, str, int]] = field(default_factory=list)  # first, second, bytes saved
     combined: list[tuple[str, str]] = field(default_factory=list)  # first, second of one launch
-    refused: dict[tuple[str, str], str] = field(default_factory=dict)
-    kernel_of: dict[str, str] = field(default_factory=dict)  # op -> the fused op it is part of
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)  # (first, second) -> reason
+    kernel_of: dict[str, str] = field(default_factory=dict)  # op -> the fused op that contains it
 
     def __str__(self) -> str:
         lines = [f"fused {a} + {b}: saves {saved} bytes" for a, b, saved in self.fused]

@@ -1,14 +1,14 @@
-"""Values that a kernel need not compute.
+"""Removes values that a kernel need not compute.
 
     where(c, where(c, a, 0) * b, where(not c, d, 0))   ->   where(c, a * b, d)
     where(c, cast(a), cast(b))   ->   cast(where(c, a, b))
     sum over r of where(r == t, a, 0)                  ->   where(0 <= t < n, a, 0)
     x[i] + (x[i] where c, else 0)                      ->   x[i] + where(c, x[i], 0)
 
-The first two come from joining tensors (`cat`, padding): every part guards what it reads. The third is the gradient of
-picking one element a row, as the loss of a classifier does; without it backward would read each row twice. The fourth
-comes from a padded tensor that is read as it is, too: the element is read once, and where it is the same for all rows,
-once for all of them.
+The first two come from joining tensors (`cat`, padding), where every part guards its loads. The third is the gradient
+of selecting one element per row, as the loss of a classifier does; otherwise backward would read each row twice. The
+fourth comes from a tensor that is read both padded and unpadded: each element is then loaded once, or once for all rows
+if it is the same for them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from overlapc.ir.facts import known_truth, learn, unseen_where_masked
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.rewriting import canonical, rebuild, with_loops, with_values
 
-REACH = 64  # values examined below one `where`: a value with an equal guard of its own is near
+REACH = 64  # most values examined below one `where`: values with an equal guard are close to it
 
 
 def simplified(body: Body) -> Body:
-    """`body` without such values; the same object where there are none."""
+    """Return `body` without such values; the same object if there are none."""
     if not any(isinstance(value, Op) and value.name == "where" for value in body.values()):
         return body
     varies = depends_on(body.values(), {loop.symbol for loop in body.reduction})
@@ -73,9 +73,9 @@ def simplified(body: Body) -> Body:
 
 
 def _guarded_once(where: Op, uses: Mapping[Value, int]) -> Value:
-    """`where` with branches that do not ask again what it has asked.
+    """Return `where` with branches that do not test its condition again.
 
-    What has other users is computed as it is anyway, and a second form of it would be computed beside it.
+    Values with other users are left alone: they are computed anyway, and a simplified copy would come in addition.
     """
     left = REACH
 
@@ -88,7 +88,7 @@ def _guarded_once(where: Op, uses: Mapping[Value, int]) -> Value:
         nonlocal left
         left -= 1
         if not isinstance(value, Op | Cast) or left < 0:
-            return value  # not into addresses and reductions, which are computed in both branches
+            return value  # loads and reductions are not entered: they are computed for both branches
         if isinstance(value, Op) and value.name == "where":
             condition, yes, no = value.args
             truth = known_truth(condition, facts)
@@ -113,12 +113,12 @@ def _guarded_once(where: Op, uses: Mapping[Value, int]) -> Value:
 
 
 def _operation_first(value: Value, uses: Mapping[Value, int]) -> Value:
-    """`f(where(c, a, b))` for `where(c, f(a), f(b))`: one operation for two, as in a join of tensors that are cast."""
+    """Rewrite `where(c, f(a), f(b))` to `f(where(c, a, b))`: one operation instead of two, as in joins of casts."""
     if not isinstance(value, Op) or value.name != "where":
         return value
     condition, yes, no = value.args
     if uses[yes] > 1 or uses[no] > 1:
-        return value  # computed anyway
+        return value  # f(a) or f(b) is computed anyway
     if isinstance(yes, Cast) and isinstance(no, Cast) and yes.to is no.to and yes.arg.dtype is no.arg.dtype:
         return Cast(op("where", condition, yes.arg, no.arg), yes.to)
     if isinstance(yes, Op) and isinstance(no, Op) and (yes.name, len(yes.args), len(no.args)) == (no.name, 1, 1):
@@ -128,13 +128,13 @@ def _operation_first(value: Value, uses: Mapping[Value, int]) -> Value:
     return value
 
 
-# --- an element that is read anyway
+# --- an element that is also read without a mask
 
 
 def _read_once(load: Load, built: Value, unmasked: Container[Load], unseen: Container[Load]) -> Value:
-    """What `load` reads where its mask holds, by the load without a mask that the body has, too (one of `unmasked`).
+    """Return the value of a masked `load` by the same load without a mask, if that is one of `unmasked`.
 
-    `built` is `load` over new operands, which is returned where there is no such load.
+    built: `load` over new operands; returned if there is no such load.
     """
     if not isinstance(built, Load) or built.mask is None or replace(load, mask=None) not in unmasked:
         return built
@@ -146,7 +146,7 @@ def _read_once(load: Load, built: Value, unmasked: Container[Load], unseen: Cont
 
 
 def _picked(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value:
-    """The one term of a sum in which all others are 0; `total` itself if it is no such sum."""
+    """Return the only term of a sum in which all other terms are 0; `total` itself if it is not such a sum."""
     if len(body.reduction) != 1:
         return total
     factors: list[Value] = []
@@ -169,14 +169,14 @@ def _picked(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value:
         if isinstance(position, Index) and position.expr == loop.symbol and not varies.get(at, True):
             inside = op("logical_and", op("ge", at, Constant(0, at.dtype)), op("lt", at, Index(loop.size, at.dtype)))
             value: Value = op("where", inside, there, elsewhere)
-            for factor in reversed(factors):  # as they were multiplied, to the last bit
+            for factor in reversed(factors):  # in the original order, for equal bits
                 value = op("mul", value, factor)
             return value
     return total
 
 
 def _without_reduction(body: Body) -> Body:
-    """An element-wise body once nothing is reduced any more and every store runs for each element of the row."""
+    """Return an element-wise body if no reduction is left and every store runs for each element of the row."""
     symbols = {loop.symbol for loop in body.reduction}
     if not symbols or any(isinstance(value, Reduce | Scan) for value in body.values()):
         return body

@@ -1,4 +1,4 @@
-"""Fused ops -> `Schedule`: every op a node, every buffer with its bytes at the traced sizes."""
+"""Converts fused ops to a `Schedule`: every op becomes a node, and every buffer has its bytes at the traced sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlapc.fusion.work import work_of
 from overlapc.ir.ops import Attention, Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_written, loops_of
 from overlapc.schedule.model import COMPUTE, Buffer, Kind, Node, Origin, Schedule
 
-CUDA_BLOCK = 512  # bytes: torch's caching allocator gives out multiples of it, and counts them
+CUDA_BLOCK = 512  # bytes; torch's caching allocator allocates, and counts, multiples of this
 
 
 def to_schedule(
@@ -22,10 +22,10 @@ def to_schedule(
     budget_bytes: int | None = None,
     kernel_of: Mapping[str, str] | None = None,
 ) -> Schedule:
-    """`ops` in their order as a schedule; each node's payload is its op.
+    """Return a schedule of `ops` in their order; each node's payload is its op.
 
-    `freeable` names inputs whose memory is ours to free after their last use (saved activations); `kernel_of` says
-    which fused op each lowered one is part of.
+    freeable: inputs whose memory the graph may free after their last use (saved activations).
+    kernel_of: the fused op that contains each lowered op.
     """
     order = _order_asked(ops, graph, kernel_of or {})
     buffers: dict[str, Buffer] = {}
@@ -35,10 +35,10 @@ def to_schedule(
         for name in buffers_written(op):
             alias = graph.aliases.get(name)
             buffers[name] = Buffer(name, 0 if alias else _bytes(name, graph), alias_of=alias)
-    # Names are listed as they come to be, so that equal layers print alike (sorted, `mm_9` and `mm_10` would not).
+    # Names are listed in order of creation, so that equal layers print alike (sorted, `mm_9` and `mm_10` would not).
     position = {name: at for at, name in enumerate(buffers)}
     nodes = []
-    last_effect: tuple[str, ...] = ()  # random numbers and the like come in the order the user wrote
+    last_effect: tuple[str, ...] = ()  # ops with side effects, such as random numbers, keep the program's order
     for op in ops:
         after = dict.fromkeys((*order.get(op.name, ()), *(last_effect if has_effect(op) else ())))
         nodes.append(_node(op, graph, tuple(after), position))
@@ -49,7 +49,7 @@ def to_schedule(
 
 
 def _order_asked(ops: Sequence[IROp], graph: LoweredGraph, kernel_of: Mapping[str, str]) -> dict[str, dict[str, None]]:
-    """For ops that the graph wants after others: which, by the names of ops that are left."""
+    """Return the order that the graph requests (op -> earlier ops), by the names of ops that remain after fusion."""
     left = {op.name for op in ops}
     found: dict[str, dict[str, None]] = {}
     for later, earlier in graph.order.items():
@@ -100,7 +100,7 @@ def _kind(op: IROp) -> tuple[Kind, str, Any]:
 
 
 def op_name(target: Any) -> str:
-    """`mm`, `_softmax`, `mylib.attention`: an op as people call it."""
+    """Return the short name of an op: `mm`, `_softmax`, `mylib.attention`."""
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
         return name if namespace == "aten" else f"{namespace}.{name}"

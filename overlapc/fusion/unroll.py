@@ -1,8 +1,8 @@
-"""Reductions over a handful of elements written out, so that they are element-wise and fuse like anything else.
+"""Unrolls reductions over a few elements, so that their kernels are element-wise and fuse like any other.
 
     for p0 < 64, reduce r0 < 2: y[p0] = sum(x[2*p0 + r0])   ->   for p0 < 64: y[p0] = x[2*p0] + x[2*p0 + 1]
 
-The gradient of keys and values that heads share is such a sum.
+The gradient of keys and values that several heads share is such a sum.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from overlapc.ir.body import Body, Reduce, Value, depends_on, op
 from overlapc.ir.indexing import Ranges, simplify, substitute
 from overlapc.ir.rewriting import canonical, rebuild, with_values
 
-MOST_UNROLLED = 8  # elements of a reduction: a vector's width of independent loads
-LARGEST_UNROLLED = 128  # values in the result
+MOST_UNROLLED = 8  # most elements of a reduction: a vector's width of independent loads
+LARGEST_UNROLLED = 128  # most values in the result
 
 JOINS = {
     "sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "logical_or", "all": "logical_and",
@@ -27,7 +27,7 @@ JOINS = {
 
 
 def unrolled(body: Body) -> Body:
-    """`body` without its reduction loops where they are few; the same object otherwise.
+    """Return `body` without reduction loops if they have few iterations; the same object otherwise.
 
     Positions (argmax), scans and stores for every reduced element need the loop.
     """
@@ -52,7 +52,7 @@ def unrolled(body: Body) -> Body:
         dict(zip(symbols, map(sympy.Integer, at), strict=True))
         for at in itertools.product(*(range(int(loop.size)) for loop in body.reduction))
     ]
-    now: list[dict[Value, Value]] = [{} for _ in places]  # each value at each place
+    now: list[dict[Value, Value]] = [{} for _ in places]  # for each iteration: value -> its unrolled form
     for value in values:
         if isinstance(value, Reduce):
             total = functools.reduce(partial(op, JOINS[value.kind]), (known[value.arg] for known in now))

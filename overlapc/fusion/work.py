@@ -1,4 +1,4 @@
-"""How much an op computes and moves: what the estimators price."""
+"""The work of an op, in FLOPs and bytes, from which estimators predict its time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from overlapc.ir.ops import Attention, Combo, Extern, IROp, Loops, LoweredGraph,
 from overlapc.schedule.model import Work
 
 aten = torch.ops.aten
-_LONG_ROW = 16384  # elements: longer ones do not stay in registers and are read more than once
+_LONG_ROW = 16384  # elements; longer rows do not stay in registers and are read more than once
 
 
 def work_of(op: IROp, graph: LoweredGraph) -> Work:
-    """FLOPs and bytes of one op at the traced sizes; bytes count each buffer once, by what is accessed."""
+    """Return FLOPs and bytes of one op at the traced sizes; the accessed bytes of each buffer count once."""
     if isinstance(op, Loops | Combo):
         works = [_loops_work(part, graph) for part in loops_of(op)]
         flops, read_bytes, write_bytes = (
             sum(numbers) for numbers in zip(*((w.flops, w.read_bytes, w.write_bytes) for w in works), strict=True)
         )
-        return replace(works[0], flops=flops, read_bytes=read_bytes, write_bytes=write_bytes)  # all of one form
+        return replace(works[0], flops=flops, read_bytes=read_bytes, write_bytes=write_bytes)  # all have one form
     read: dict[str, int] = {}
     for view in inputs_of(op):
         if isinstance(view, View):
@@ -47,7 +47,7 @@ def work_of(op: IROp, graph: LoweredGraph) -> Work:
 
 
 def _view_bytes(view: View, graph: LoweredGraph) -> int:
-    """Bytes of distinct elements: an expanded dim (stride 0) is read once."""
+    """Return the bytes of distinct elements: an expanded dim (stride 0) is read once."""
     count = 1
     for extent, step in zip(view.layout.size, view.layout.stride, strict=True):
         count *= 1 if step == 0 else graph.hint(extent)
@@ -68,20 +68,20 @@ def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
         whole = graph.hint(graph.views[store.buffer].layout.storage_bytes())
         touched = iterations * store.memory_dtype.itemsize
         written += min(whole, touched)
-        if store.is_atomic:  # combined with the element's old value
+        if store.is_atomic:  # reads the element's old value
             read[store.buffer] = min(whole, touched)
-    # One operation a value and iteration: element-wise kernels are bound by memory, so a rough count will do.
+    # One operation per value and iteration: element-wise kernels are memory-bound, so a rough count is enough.
     flops = iterations * sum(isinstance(value, Op | Reduce | Scan) for value in values)
     dtype = "float32"
-    if op.body.dots():  # a multiplication and an addition a term; prologue and epilogue do not count
+    if op.body.dots():  # a multiplication and an addition per term; prologue and epilogue do not count
         flops = 2 * iterations
-        loaded = [load.memory_dtype for load in op.body.loads()]  # none: a product of constants
+        loaded = [load.memory_dtype for load in op.body.loads()]  # empty for a product of constants
         dtype = str(loaded[0]).removeprefix("torch.") if loaded else dtype
     return Work(flops, sum(read.values()), written, dtype, _form(op, graph))
 
 
 def _form(op: Loops, graph: LoweredGraph) -> str:
-    """How the kernel goes over memory: kernels of one form reach similar bandwidth."""
+    """Return the kernel's form of memory access; kernels of one form reach similar bandwidth."""
     reduced = {loop.symbol for loop in op.body.reduction}
     if not reduced:
         return ""
@@ -93,7 +93,7 @@ def _form(op: Loops, graph: LoweredGraph) -> str:
 
 
 def extern_flops(op: Extern, graph: LoweredGraph) -> int:
-    """FLOPs of a library call by torch's own formulas, ours for attention; 0 where neither knows the op."""
+    """Return the FLOPs of a library call by torch's formulas, or ours for attention; 0 if neither knows the op."""
     own = _ATTENTION.get(op.target)
     if own is not None:
         return own([_shape(view, graph) for view in op.args[: _ATTENTION_TENSORS[op.target]]])
@@ -105,7 +105,7 @@ def extern_flops(op: Extern, graph: LoweredGraph) -> int:
         if not isinstance(leaf, View):
             return graph.hint(leaf) if hasattr(leaf, "free_symbols") else leaf
         size = torch.Size(_shape(leaf, graph))
-        # A formula registered with `get_raw` takes tensors, others take the shapes that torch's wrapper makes of them.
+        # A formula registered with `get_raw` takes tensors; others take shapes, which torch's wrapper extracts.
         return size if hasattr(formula, "__wrapped__") else torch.empty(size, dtype=leaf.dtype, device="meta")
 
     args, kwargs, result = (tree_map(plain, tree) for tree in (list(op.args), dict(op.kwargs), op.result))
@@ -117,14 +117,14 @@ def _shape(view: Any, graph: LoweredGraph) -> tuple[int, ...]:
 
 
 def _attention_forward(shapes: list[tuple[int, ...]]) -> int:
-    """Two matmuls over [batch, heads, queries, keys]; grouped-query attention shares keys between heads."""
+    """Return the FLOPs of two matmuls over [batch, heads, queries, keys]; heads may share keys (grouped queries)."""
     query, key, value = shapes
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[-2] * (width + value[-1])
 
 
 def _attention_backward(shapes: list[tuple[int, ...]]) -> int:
-    """Five matmuls of the forward's sizes: scores again, and the gradients of values, scores, queries and keys."""
+    """Return the FLOPs of five matmuls: scores again, and the gradients of values, scores, queries and keys."""
     _, query, key, value = shapes[:4]
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[-2] * (3 * width + 2 * value[-1])
@@ -142,8 +142,8 @@ _BACKWARD = [
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 ]
-# torch's formulas assert that queries and keys have equally many heads, which grouped-query attention breaks.
-# Flex attention that is called as it stands computes every score, whatever its block mask leaves out.
+# torch's formulas assert that queries and keys have equally many heads, which grouped-query attention violates.
+# Flex attention that is not lowered computes every score, regardless of its block mask.
 _ATTENTION: dict[Any, Callable[[list[tuple[int, ...]]], int]] = {
     **dict.fromkeys((*_FORWARD, flex_attention), _attention_forward),
     **dict.fromkeys(_BACKWARD, _attention_backward),

@@ -1,4 +1,4 @@
-"""Ops that write a part of a tensor: every element tests whether it lies in that part, so they fuse like others."""
+"""Lowers ops that write a part of a tensor to element-wise kernels: every element tests whether it is in the part."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slice_scatter(
         moved[dim] = past if is_one(stride) else FloorDiv(past, stride)
         conditions = within(position[dim], begin, begin + source.size[dim] * stride, x.size[dim])
         if not is_one(stride):
-            # From the end of the tensor on, so that the remainder is never one of a negative number.
+            # A multiple of the stride is added so that the dividend is never negative.
             whole = position[dim] + begin * (stride - 1)
             conditions.append(op("eq", Index(ModularIndexing(whole, sympy.S.One, stride)), Index(sympy.S.Zero)))
         if not conditions:
@@ -46,7 +46,7 @@ def slice_scatter(
 
 
 def _slice_start(extent: sympy.Expr, start: Any) -> sympy.Expr:
-    """Where a slice begins, counted from the front and within the dim."""
+    """Return where a slice begins, counted from the front and clamped to the dim."""
     begin = sympy.sympify(0 if start is None else start)
     if not (begin.is_Integer and extent.is_Integer):
         if begin.is_nonnegative:

@@ -1,4 +1,4 @@
-"""Element-wise ops: arithmetic, comparisons, casts, activations' building blocks."""
+"""Lowers element-wise ops: arithmetic, comparisons, casts, and the building blocks of activations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT = PROMOTION.DEFAULT
 TO_FLOAT = PROMOTION.INT_TO_FLOAT
 TO_BOOL = PROMOTION.ALWAYS_BOOL
 
-# aten name -> (operation, promotion). Overloads are found by name: every one that exists is registered.
+# aten name -> type promotion; the operation has the same name. Every overload that exists is registered.
 UNARY = {
     **dict.fromkeys("neg abs sign floor ceil trunc".split(), DEFAULT),
     **dict.fromkeys(
@@ -40,7 +40,7 @@ BINARY = {
     **dict.fromkeys("atan2 copysign".split(), TO_FLOAT),
     **dict.fromkeys("eq ne lt le gt ge logical_and logical_or logical_xor".split(), TO_BOOL),
 }
-# What arithmetic on bools means in torch.
+# Operation -> the operation that it is on bools in torch.
 ON_BOOL = {
     "add": "logical_or",
     "mul": "logical_and",
@@ -51,16 +51,16 @@ ON_BOOL = {
     "bitwise_xor": "logical_xor",
     "bitwise_not": "logical_not",
 }
-# Where a number, rounded or not, makes all the difference: eager rounds it to the tensor's low precision first.
+# Operations whose result jumps with their argument: eager rounds a number to the tensor's low precision first.
 SHARP = frozenset("eq ne lt le gt ge remainder fmod".split())
-STEPS = frozenset("sign floor ceil trunc round signbit".split())  # likewise, of what may not be rounded yet
-# Of these, eager's kernels for CPUs take a second tensor without dims as the number it holds.
+STEPS = frozenset("sign floor ceil trunc round signbit".split())  # likewise, for arguments not rounded to memory yet
+# Operations for which eager's CPU kernels read a second tensor without dims as a number, without rounding it.
 SCALED_BY_NUMBER = frozenset("mul div floor_div trunc_div".split())
 ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
 
 
 def compute(name: str, kind: PROMOTION, context: Lowering, *args: Any) -> View:
-    """One IR operation over `args`, promoted as torch does."""
+    """Add a kernel of one IR operation over `args`, promoted as in torch."""
     dtype = context.promoted(kind, *args)
     if kind is TO_BOOL:  # compared in the arguments' common dtype
         dtype = context.promoted(DEFAULT, *args)
@@ -70,9 +70,9 @@ def compute(name: str, kind: PROMOTION, context: Lowering, *args: Any) -> View:
 
 
 def as_read(context: Lowering, name: str, args: Sequence[Any], values: Sequence[Value]) -> list[Value]:
-    """The arguments' values as eager's kernel reads them: rounded to their common dtype, where that is a low precision.
+    """Return the arguments' values as eager's kernel reads them: rounded to their common dtype if of low precision.
 
-    Eager rounds tensors of another dtype, integers and those of float32 without dims, before it computes.
+    Eager rounds tensors of another dtype (integers, and float32 tensors without dims) before it computes.
     """
     common = context.common_dtype(*args)
     if common not in LOW_PRECISION:
@@ -97,7 +97,7 @@ def as_read(context: Lowering, name: str, args: Sequence[Any], values: Sequence[
 
 
 def apply(name: str, dtype: torch.dtype, *values: Value) -> Value:
-    """`name` on values converted to `dtype`, with torch's meaning for bools and integers."""
+    """Apply operation `name` to values converted to `dtype`, with torch's semantics for bools and integers."""
     if dtype == torch.bool:
         name = ON_BOOL.get(name, name)
     if not dtype.is_floating_point:
@@ -111,7 +111,7 @@ def apply(name: str, dtype: torch.dtype, *values: Value) -> Value:
 
 
 def truth(value: Value) -> Value:
-    """`value != 0` as bool."""
+    """Return `value != 0` as bool."""
     return value if value.dtype == torch.bool else op("ne", value, constant(0, value.dtype))
 
 
@@ -165,7 +165,7 @@ def nextafter(context: Lowering, x: View, y: View) -> View:
 
 @lowers(aten.relu.default)
 def relu(context: Lowering, x: View) -> View:
-    # maximum(x, 0) keeps NaN, as relu does.
+    # maximum(x, 0) propagates NaN, as relu does.
     return context.pointwise(lambda value: apply("maximum", x.dtype, value, constant(0, value.dtype)), x)
 
 
@@ -209,7 +209,7 @@ def div(context: Lowering, x: Any, y: Any) -> View:
         and isinstance(number, int | float)
         and not dtype.is_complex
     ):
-        # What eager does there, bit by bit: it multiplies by the inverse of a number.
+        # On GPUs eager multiplies by the inverse of a number; this gives the same bits.
         inverse = constant(_inverse(number, dtype), dtype)
         return context.pointwise(
             lambda value: apply("mul", dtype, *as_read(context, "mul", (x, y), (value, inverse))), x
@@ -218,7 +218,7 @@ def div(context: Lowering, x: Any, y: Any) -> View:
 
 
 def _inverse(number: float, dtype: torch.dtype) -> float:
-    """1 / number in `dtype`."""
+    """Return 1 / number, computed in `dtype`."""
     rounded = ctypes.c_double if dtype is torch.float64 else ctypes.c_float
     divisor = rounded(number).value
     return rounded(1.0 / divisor).value if divisor else math.copysign(math.inf, divisor)
@@ -243,7 +243,7 @@ def power(context: Lowering, base: Any, exponent: Any) -> View:
     def value(*values: Value) -> Value:
         x, y = (cast(each, dtype) for each in as_read(context, "pow", (base, exponent), values))
         number = y.number if isinstance(y, Constant) else None
-        if number in (2, 3):  # eager's implementation for these exponents, with equal bits
+        if number in (2, 3):  # eager's implementation for these exponents; the bits are equal
             square = op("mul", x, x)
             return square if number == 2 else op("mul", square, x)
         if number == -2 and dtype.is_floating_point:
@@ -324,7 +324,7 @@ def _addc(context: Lowering, name: str, x: View, a: View, b: View, value: Any) -
     return context.pointwise(compute_, x, a, b)
 
 
-@lowers_by_name("prims.fma.default")  # Dynamo of torch 2.13 writes optimizers with it
+@lowers_by_name("prims.fma.default")  # used by optimizers that Dynamo of torch 2.13 traces
 def fma(context: Lowering, x: Any, y: Any, z: Any) -> View:
     dtype = context.promoted(DEFAULT, x, y, z)
     if not dtype.is_floating_point:
@@ -396,12 +396,12 @@ def convert_element_type(context: Lowering, x: View, dtype: torch.dtype) -> View
 
 
 def settled(context: Lowering, value: Value, x: View) -> Value:
-    """An element of `x` in its own precision, as a step function, a search or a conversion to an integer needs it."""
+    """Return an element of `x` rounded to its own dtype, as step functions, searches and integer casts need it."""
     return value if context.rounds or x.dtype not in LOW_PRECISION else Cast(value, x.dtype)
 
 
 def convert(value: Value, dtype: torch.dtype) -> Value:
-    """A cast the user asked for: rounds to low precision, unlike intermediate results."""
+    """Return a cast that is part of the program: unlike for intermediate results, it rounds to low precision."""
     if dtype in LOW_PRECISION or value.dtype != dtype:
         return truth(value) if dtype == torch.bool else Cast(value, dtype)
     return value
@@ -414,7 +414,7 @@ def clone(context: Lowering, x: View, memory_format: Any = None) -> View:
 
 @lowers(aten.lift_fresh_copy.default)
 def lift_fresh_copy(context: Lowering, x: View) -> View:
-    """A copy of a tensor that the program wrote, as `torch.tensor(0.5)`."""
+    """Copy a tensor that is written in the program, such as `torch.tensor(0.5)`, and note its number."""
     copied = clone(context, x)
     number = written_number(context.graph.constants.get(x.buffer))
     if number is not None and not isinstance(number, complex):
@@ -429,7 +429,7 @@ def copy(context: Lowering, destination: View, source: View, non_blocking: bool 
 
 @lowers(aten.copy_.default)
 def copy_(context: Lowering, destination: View, source: View, non_blocking: bool = False) -> View:
-    """Copies straight into the destination, so that the kernel that computes the source may store there itself."""
+    """Copy directly into the destination, so that the kernel that computes the source may store there itself."""
     if source == destination:
         return destination
     if destination.buffer in {view.buffer for view in context.original_inputs.values()}:
@@ -479,7 +479,7 @@ def fill_scalar(context: Lowering, x: View, number: Any) -> View:
 def arange(context: Lowering, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> View:
     dtype = context.value_of().dtype
     if dtype.is_floating_point or not all(isinstance(x, int | sympy.Expr) for x in (start, step)):
-        raise Impossible("a floating-point range")  # eager computes it in double; leave its rounding to it
+        raise Impossible("a floating-point range")  # left to eager, which computes it in double
     return _iota(context, start, step, dtype)
 
 

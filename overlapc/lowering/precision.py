@@ -1,12 +1,12 @@
-"""Which values may be computed with a few units in the last place of error.
+"""Marks values that may be computed with an error of a few units in the last place.
 
-A float32 value that reaches memory in a 16-bit format only, through element-wise operations, is rounded to 11 bits or
-fewer there: an error in its 22nd bit is not seen. (In float8 it is: what is scaled into its range lies half way between
-two of its numbers, a tenth apart, once in a few hundred times.) For these, division, exponential, tanh and erf may take
-the device's approximations; anything that a float32 result, a comparison or an index depends on stays exact.
+A float32 value that reaches memory only in a 16-bit format, through element-wise operations, is rounded to 11 bits or
+fewer there, which hides an error in its 22nd bit. (In float8 it would show: numbers scaled into its range are half way
+between two float8 numbers, a tenth apart, once in a few hundred times.) For such values division, exponential, tanh and
+erf may use the device's approximations; values on which a float32 result, a comparison or an index depends stay exact.
 
-Decided once, where an op is lowered: what fusion later puts beside it changes no bits. A float32 result of a node may
-be coarse as well, where `fx/precision.py` found that in the whole step it ends in low precision.
+This is decided when an op is lowered, so that later fusions change no bits. A float32 result of a node may be coarse as
+well, if `fx/precision.py` found that it ends in low precision in the whole step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from overlapc.ir.body import Body, Cast, Op, Reduce, Store, Value
 from overlapc.ir.rewriting import rewrite
 
-# What hands an error on about as large as it takes it. Differences may enlarge it, as they do eager's own rounding.
+# Operations that pass on a relative error about unchanged. Differences may enlarge it, as they do eager's own rounding.
 _PASSES_ON = frozenset("add sub mul div neg maximum minimum relu abs sigmoid tanh erf where".split())
 FORGIVING = (torch.float16, torch.bfloat16)
 APPROXIMATED = frozenset(("div", "exp", "sigmoid", "tanh", "erf"))
 
 
 def coarsened(body: Body, results_are_coarse: bool = False) -> Body:
-    """`body` with operations marked as coarse where they may be; the same object if there are none."""
+    """Return `body` with operations marked as coarse where they may be; the same object if there are none."""
     coarse = {
         value
         for value in coarse_values(body, results_are_coarse)
@@ -33,7 +33,7 @@ def coarsened(body: Body, results_are_coarse: bool = False) -> Body:
     }
     if not coarse:
         return body
-    # Operands change as their users do, so marks go by position in the one order that both bodies share.
+    # Rewriting creates new values, so marks are matched by position; both bodies list their values in the same order.
     marks = iter([value in coarse for value in body.values()])
 
     def replace(built: Value) -> Value | None:
@@ -43,7 +43,7 @@ def coarsened(body: Body, results_are_coarse: bool = False) -> Body:
 
 
 def coarse_values(body: Body, results_are_coarse: bool = False) -> frozenset[Value]:
-    """Float32 values all of whose uses end in a low-precision format, or in results if these count as such."""
+    """Return the float32 values all of whose uses end in a 16-bit format, or in results if `results_are_coarse`."""
     exact: set[Value] = set()
     for store in body.stores:
         if not _forgives(store, results_are_coarse):

@@ -1,9 +1,9 @@
-"""Matrix products as generated kernels where the option asks for them; else they stay library calls.
+"""Lowers matrix products to generated kernels if the options request that; otherwise they stay library calls.
 
     mm: y[p0, p1] = sum over r0 of a[p0, r0] * b[r0, p1]
 
-Factors are rounded to their own dtype, so that a producer that is inlined is multiplied as it would have been stored.
-Operands stay what they are in memory: transposed or broadcast, by index alone.
+Factors are rounded to their own dtype, so that an inlined producer is multiplied as it would have been stored.
+Transposed or broadcast operands are not copied: only their indices differ.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FACTOR_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product as the policy sees it, at the traced sizes: `[batch, rows, length] @ [batch, length, columns]`.
+    """A matrix product `[batch, rows, length] @ [batch, length, columns]` at the traced sizes, for the policy.
 
-    Strides count elements, of the last two dims of each factor.
+    strides: those of the last two dims of each factor, in elements.
     """
 
     batch: int
@@ -58,7 +58,7 @@ def addmm(context: Lowering, added: View, left: View, right: View, *, beta: floa
 def _product(
     context: Lowering, left: View, right: View, added: View | None = None, beta: float = 1, alpha: float = 1
 ) -> View:
-    """`alpha * left @ right + beta * added` in float32, rounded once."""
+    """Add a kernel for `alpha * left @ right + beta * added`, computed in float32 and rounded once."""
     if left.dtype not in FACTOR_DTYPES or right.dtype is not left.dtype:
         raise Impossible(f"a product of {left.dtype} and {right.dtype}")
     if any(extent == 0 for extent in (*left.size, *right.size)):
@@ -74,7 +74,7 @@ def _product(
         value: Value = Reduce("dot", op("mul", *(_rounded(each, left.dtype) for each in factors)), torch.float32)
         if alpha != 1:
             value = op("mul", value, cast(context.scalar(alpha), torch.float32))
-        if added is not None and beta != 0:  # a zero beta leaves NaN in `added` out, as eager does
+        if added is not None and beta != 0:  # with beta = 0, NaN in `added` does not count, as in eager
             term = cast(context.element(added, position), torch.float32)
             value = op("add", value, term if beta == 1 else op("mul", term, cast(context.scalar(beta), torch.float32)))
         return Body(loops, (Loop(at, left.size[-1]),), (context.store(out, position, value),))
@@ -83,7 +83,7 @@ def _product(
 
 
 def product_of(context: Lowering, left: View, right: View) -> Product:
-    """The sizes of `left @ right`, symbols by their hints."""
+    """Return the sizes of `left @ right`, with hints for symbols."""
     hint = context.graph.hint
 
     def steps(view: View) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Where an FX node comes from: the user's line and the module, as the tracer recorded them."""
+"""The origin of an FX node: the user's line and the module, as the tracer recorded them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from overlapc.ir.ops import Provenance
 
 
 def provenance(node: Node) -> Provenance:
-    """Where `node` comes from: innermost user frame and module path."""
+    """Return the origin of `node`: its innermost user frame and module path."""
     line = user_line(node)
     return Provenance((node.name,), (line,) if line else (), module_path(node))

@@ -1,4 +1,4 @@
-"""Random numbers from a seed and the element's position, in any kernel that needs them (see fx/random.py)."""
+"""Lowers random numbers to functions of a seed and the element's position, for any kernel (see fx/random.py)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from overlapc.runtime.philox import UNIFORM_BITS, draw
 
 
 class _Stream:
-    """The numbers of one seed, for one element."""
+    """The random numbers of one seed for one element."""
 
     def __init__(self, seed: View, number: sympy.Expr) -> None:
         self.seed = tuple(Load(seed.buffer, seed.layout.at((sympy.Integer(at),)), torch.int64) for at in range(2))
         self.number = number
 
     def word(self, each: int, position: int) -> Value:
-        """Word `position` of the `each` words that every element has, as int64."""
+        """Return word `position` of the `each` words that every element has, as int64."""
         return op("random_word", *self.seed, Index(each * self.number + position))
 
     def uniform(self, each: int, position: int, dtype: torch.dtype) -> Value:
-        """Number `position` of the `each` numbers of [0, 1) that every element has."""
+        """Return number `position` of the `each` numbers in [0, 1) that every element has."""
         if dtype == torch.float64:
             high, low = (self.word(2 * each, 2 * position + half) for half in range(2))
             upper = op("shift_left", high, constant(21, torch.int64))
@@ -57,7 +57,7 @@ def seeds(context: Lowering, count: int, device: torch.device) -> Any:
 
 @lowers_by_name("overlapc.drawn.default")
 def drawn(context: Lowering, number: View) -> None:
-    """Generates no code: the draw itself is a call with an effect, which stays in its place (fx/drawn.py)."""
+    """Generate no code: the draw itself is a call with an effect, which stays in its place (fx/drawn.py)."""
 
 
 @lowers_by_name("overlapc.uniform.default")
@@ -73,7 +73,7 @@ def normal(context: Lowering, seed: View, size: Sequence[Any], stride: Any, dtyp
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:
         stream = _stream(seed, position, extents)
-        away = op("sub", constant(1, wide), stream.uniform(2, 0, wide))  # never 0, which has no logarithm
+        away = op("sub", constant(1, wide), stream.uniform(2, 0, wide))  # never 0, for the logarithm
         radius = op("sqrt", op("mul", constant(-2, wide), op("log", away)))
         return op("mul", radius, op("cos", op("mul", constant(2 * math.pi, wide), stream.uniform(2, 1, wide))))
 

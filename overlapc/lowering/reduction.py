@@ -1,4 +1,4 @@
-"""Reductions, and ops that are one reduction deep or more: softmax, variance."""
+"""Lowers reductions, and ops made of one or more reductions: softmax, variance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def normalized(dims: Any, rank: int) -> tuple[int, ...]:
-    """Dims as sorted non-negative ints; None or empty means all."""
+    """Return dims as sorted non-negative ints; None or an empty list means all dims."""
     if dims is None or (isinstance(dims, Sequence) and not dims):
         return tuple(range(rank))
     given = dims if isinstance(dims, Sequence) else (dims,)
@@ -30,9 +30,9 @@ def normalized(dims: Any, rank: int) -> tuple[int, ...]:
 def reduction_loops(
     context: Lowering, x: View, dims: tuple[int, ...]
 ) -> tuple[tuple[Loop, ...], tuple[Loop, ...], list[sympy.Expr]]:
-    """Parallel loops over the kept dims, reduction loops over `dims`, and the position in `x`.
+    """Return parallel loops over the kept dims, reduction loops over `dims`, and the position in `x`.
 
-    Both in memory order of `x`, so that neighbours merge.
+    Both are in the memory order of `x`, so that neighbouring loops merge.
     """
     position: list[sympy.Expr] = [sympy.S.Zero] * len(x.size)
     parallel: list[Loop] = []
@@ -54,7 +54,7 @@ def reduce(
     finish: Callable[[Value], Value],
     keepdim: bool = False,
 ) -> View:
-    """One output element per kept position: `finish` gets the element and returns the reduced value."""
+    """Add a kernel with one output per kept position: `finish` maps an element of `x` to the reduced value."""
     which = normalized(dims, len(x.size))
 
     def body(out: View) -> Body:
@@ -69,7 +69,7 @@ def reduce(
 
 
 def nonempty(x: View, dims: Any, what: str) -> None:
-    """Impossible for a reduction over no elements; `what` is its name."""
+    """Raise Impossible for a reduction over no elements; `what` is its name."""
     if any(x.size[dim] == 0 for dim in normalized(dims, len(x.size))):
         raise Impossible(f"{what} of nothing")
 
@@ -89,7 +89,7 @@ def mean(context: Lowering, x: View, dim: Any = None, keepdim: bool = False, *, 
     count = numel(x.size[at] for at in normalized(dim, len(x.size)))
 
     def finish(value: Value) -> Value:
-        on_cpu = x.layout.device.type == "cpu"  # where eager converts to float32, for every dtype of the result
+        on_cpu = x.layout.device.type == "cpu"  # eager converts to float32 there, for every result dtype
         given = cast(value, out) if on_cpu else converted(value, x.dtype, result)
         return op("div", Reduce("sum", given, out), cast(context.scalar(count), out))
 
@@ -146,7 +146,7 @@ def argmin(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -
 def _arg(context: Lowering, kind: str, x: View, dim: Any, keepdim: bool) -> View:
     nonempty(x, dim, f"{kind}")
     if dim is None and x.layout.dim_order() != [at for at, extent in enumerate(x.size) if extent != 1]:
-        raise Impossible("a flat position in a permuted tensor")  # our loops run in memory order
+        raise Impossible("a flat position in a permuted tensor")  # because loops are in memory order
     return reduce(context, x, dim, lambda value: Reduce(kind, settled(context, value, x), torch.int64), keepdim)
 
 
@@ -161,7 +161,7 @@ def min_and_where(context: Lowering, x: View, dim: int, keepdim: bool = False) -
 
 
 def _extreme(context: Lowering, kind: str, x: View, dim: int, keepdim: bool) -> Any:
-    """Values and their positions: two kernels over the same input, which fusion makes one of."""
+    """Add kernels for the extreme values and for their positions; as both read `x`, fusion makes one kernel of them."""
     nonempty(x, dim, f"{kind} and its position")
     with context.for_item(0):
         values = reduce(context, x, dim, lambda value: Reduce(kind, value, value.dtype), keepdim)
@@ -172,7 +172,7 @@ def _extreme(context: Lowering, kind: str, x: View, dim: int, keepdim: bool) -> 
 
 
 def rowwise(context: Lowering, x: View, dims: tuple[int, ...], finish: Callable[[Value], Value]) -> View:
-    """An output of x's shape; `finish` may reduce over `dims` as often as it likes."""
+    """Add a kernel with an output of x's shape; `finish` may reduce over `dims` any number of times."""
 
     def body(out: View) -> Body:
         parallel, inner, position = reduction_loops(context, x, dims)
@@ -283,11 +283,11 @@ def average(context: Lowering, x: View, dims: tuple[int, ...], value: Value) -> 
 
 
 def variance(context: Lowering, x: View, dim: Any, value: Value, correction: Any) -> Value:
-    """Two passes: the mean first, then squared distances from it; as accurate as Welford's and vectorizable.
+    """Return the variance by two passes, the mean and then squared distances: as accurate as Welford and vectorizable.
 
-    Rounding may put a mean outside of what it is the mean of, and then the variance of equal numbers is not 0. So the
-    mean stays between the least and the largest, except in the variance of a norm (without correction), which adds
-    eps to it: the two reductions take a fifth of a layer norm's time on a CPU.
+    Rounding may put the mean outside of the range of its numbers, and then the variance of equal numbers would not be
+    0. Therefore the mean is clamped to the smallest and the largest number, except in the variance of a norm (without
+    correction), which adds eps anyway: the two extra reductions take a fifth of a layer norm's time on a CPU.
     """
     dims = normalized(dim, len(x.size))
     if x.dtype.is_complex or not x.dtype.is_floating_point:
@@ -300,7 +300,7 @@ def variance(context: Lowering, x: View, dim: Any, value: Value, correction: Any
     distance = op("sub", value, mean)
     total = Reduce("sum", op("mul", distance, distance), value.dtype)
     count = numel(x.size[at] for at in dims)
-    if isinstance(less, float):  # as `x.std()` has it
+    if isinstance(less, float):  # as in `x.std()`
         if not less.is_integer():
             raise Impossible("a fractional correction")
         less = int(less)

@@ -1,4 +1,4 @@
-"""Cumulative ops: each element combined with all before it along one dim."""
+"""Lowers cumulative ops, which combine each element with all elements before it along one dim."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def scanned(context: Lowering, x: View, dim: int, finish: Callable[[Value, sympy.Expr], Value]) -> View:
-    """An output of x's shape; `finish` gets an element and its position along `dim`."""
+    """Add a kernel with an output of x's shape; `finish` gets an element and its position along `dim`."""
 
     def body(out: View) -> Body:
         parallel, inner, position = reduction_loops(context, x, normalized(dim, len(x.size)))
@@ -62,7 +62,7 @@ def cummin(context: Lowering, x: View, dim: int) -> Any:
 
 
 def _extreme(context: Lowering, kind: str, x: View, dim: int) -> Any:
-    """Values and their positions: two kernels over the same input, which fusion makes one of."""
+    """Add kernels for the extreme values and for their positions; as both read `x`, fusion makes one kernel of them."""
     with context.for_item(0):
         values = scanned(context, x, dim, lambda value, at: Scan(kind, value, value.dtype, at))
     with context.for_item(1):

@@ -1,8 +1,8 @@
-"""Ops that write elements at positions read from memory.
+"""Lowers ops that write elements at positions loaded from memory.
 
-A scatter is two kernels: a copy of the tensor, and a change of that copy in place by as many iterations as there are
-elements to write. Where several may hit one element they combine atomically, in an accumulator that hardware has
-atomics for and that rounds like a sum in float32; a third kernel then brings it to the result's dtype.
+A scatter is two kernels: a copy of the tensor, and an update of that copy in place with one iteration per written
+element. If several iterations may write one element, they combine atomically in an accumulator whose dtype has hardware
+atomics and at least the precision of float32; a third kernel then converts it to the result's dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Position = tuple[sympy.Expr, ...]
 
 @dataclass(frozen=True, slots=True)
 class AtomicAccumulator:
-    """The memory in which iterations combine elements: its dtype, and conversions to it and back."""
+    """How iterations combine elements in memory: dtype and mode of the atomics, and conversions to it and back."""
 
     dtype: torch.dtype
     mode: str
@@ -46,7 +46,7 @@ class AtomicAccumulator:
 
 
 def accumulator(dtype: torch.dtype, mode: str) -> AtomicAccumulator:
-    """How elements of `dtype` are combined by `mode`, one of a store's."""
+    """Return the accumulator that combines elements of `dtype` by `mode`, one of a store's modes."""
     if mode == "set":
         return AtomicAccumulator(dtype, mode, lambda value: value, lambda value: value)
     if dtype.is_floating_point:
@@ -56,13 +56,13 @@ def accumulator(dtype: torch.dtype, mode: str) -> AtomicAccumulator:
         bits = torch.int32 if wide == torch.float32 else torch.int64
         return AtomicAccumulator(bits, mode, lambda value: ordered(cast(value, wide), mode), from_ordered)
     if dtype == torch.bool:
-        mode = "min" if mode == "min" else "max"  # a sum of bools is whether any is true
+        mode = "min" if mode == "min" else "max"  # a sum of bools is true if any is
     wide = dtype if dtype in (torch.int32, torch.int64) else torch.int32
     return AtomicAccumulator(wide, mode, lambda value: cast(value, wide), lambda value: value)
 
 
 def ordered(value: Value, mode: str) -> Value:
-    """An integer in the order of floats, NaN beyond every number (where `mode` looks for it)."""
+    """Map floats to integers of the same order, with NaN beyond all numbers, in the direction in which `mode` looks."""
     bits = torch.int32 if value.dtype == torch.float32 else torch.int64
     limits = torch.iinfo(bits)
     nan = constant(limits.max if mode == "max" else limits.min, bits)
@@ -70,13 +70,13 @@ def ordered(value: Value, mode: str) -> Value:
 
 
 def from_ordered(key: Value) -> Value:
-    """The float of `ordered`. What stands for NaN has the bits of one, either sign."""
+    """Invert `ordered`; the integer that represents NaN becomes a NaN of either sign."""
     wide = torch.float32 if key.dtype == torch.int32 else torch.float64
     return op("bitcast", _flipped(key), dtype=wide)
 
 
 def _flipped(bits: Value) -> Value:
-    """Negative numbers with all bits but the sign turned over: its own inverse."""
+    """Flip all bits except the sign of negative numbers; the function is its own inverse."""
     limits = torch.iinfo(bits.dtype)
     negative = op("lt", bits, constant(0, bits.dtype))
     return op("where", negative, op("bitwise_xor", bits, constant(limits.max, bits.dtype)), bits)
@@ -94,10 +94,11 @@ def scatter_into(
     mode: str = "set",
     order: Layout | None = None,
 ) -> View:
-    """`x` with `value` combined into the element that `where` names, for every position of a tensor of `size`.
+    """Return `x` with `value` combined into the element at `where`, for every position of a tensor of `size`.
 
-    `order` is the layout whose order in memory the positions are visited in; a contiguous one unless given. Runs as
-    a call under `torch.use_deterministic_algorithms`: the order in which iterations hit an element is not fixed.
+    order: layout in whose memory order the positions are visited; contiguous by default.
+    Raises Impossible under `torch.use_deterministic_algorithms`: the order of iterations that update one element is not
+    fixed.
     """
     refuse_if_deterministic()
     kept = accumulator(x.dtype, mode)
@@ -126,23 +127,23 @@ def scatter_into(
 
 
 def store_at(target: View, spot: Place, value: Value, mode: str) -> Store:
-    """A store to an element whose position may be read from memory."""
+    """Return a store to an element whose position may be loaded from memory."""
     return Store(target.buffer, spot.index, cast(value, target.dtype), target.dtype, mode, spot.inside, spot.indirect)
 
 
 def refuse_if_deterministic() -> None:
-    """Impossible where the order of atomics matters."""
+    """Raise Impossible if deterministic algorithms are enabled, because the order of atomics is not fixed."""
     if torch.are_deterministic_algorithms_enabled():
         raise Impossible("deterministic algorithms are asked for, and atomics come in any order")
 
 
 def contiguous(device: torch.device, dtype: torch.dtype, size: Sequence[sympy.Expr]) -> Layout:
-    """The row-major layout of a new tensor."""
+    """Return the row-major layout of a new tensor."""
     return Layout(device, dtype, tuple(size), contiguous_strides(size))
 
 
 def contiguous_strides(size: Sequence[sympy.Expr]) -> tuple[sympy.Expr, ...]:
-    """Its strides in elements."""
+    """Return row-major strides in elements."""
     strides = [sympy.S.One] * len(size)
     for dim in range(len(size) - 2, -1, -1):
         strides[dim] = sympy.expand(strides[dim + 1] * size[dim + 1])
@@ -150,7 +151,7 @@ def contiguous_strides(size: Sequence[sympy.Expr]) -> tuple[sympy.Expr, ...]:
 
 
 def _along(context: Lowering, dim: int, index: View) -> Callable[[View, Position], Place]:
-    """The element that `index`, a tensor over the same positions, names along `dim`."""
+    """Return a function to the element that `index`, a tensor over the same positions, selects along `dim`."""
 
     def where(target: View, position: Position) -> Place:
         return place(target, position, {dim: cast(context.element(index, position), torch.int64)})
@@ -159,10 +160,10 @@ def _along(context: Lowering, dim: int, index: View) -> Callable[[View, Position
 
 
 def _scatter(context: Lowering, x: View, dim: int, index: View, source: Any, mode: str) -> View:
-    """`source` is a tensor at least as large as `index`, or a number."""
+    """Lower a scatter along `dim`; `source` is a tensor at least as large as `index`, or a number."""
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
-    if any(extent == 0 for extent in index.size):  # which may then have any number of dims
+    if any(extent == 0 for extent in index.size):  # an empty index may have any number of dims
         return context.pointwise(lambda element: element, x)
     dim = dim % len(x.size)
 
@@ -205,7 +206,7 @@ def scatter_reduce(
 
 @lowers(aten.scatter.value)
 def scatter_value(context: Lowering, x: View, dim: int, index: View, number: Any) -> View:
-    """A scatter of one number per row, as in a loss' gradient: an element-wise kernel that compares indices."""
+    """Lower a scatter of one number per row, as in a loss's gradient, to a pointwise kernel that compares indices."""
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
     dim = dim % len(x.size)

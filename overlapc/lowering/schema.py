@@ -1,4 +1,4 @@
-"""What an op's schema says about its arguments: views, writes, results that are arguments, effects."""
+"""Properties of ops by their schemas: views, mutated arguments, results that are arguments, side effects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_view(node: Node) -> bool:
 
 
 def users_through_views(node: Node) -> list[Node]:
-    """Every node that reads the memory of `node`, views of it left out and their own readers listed."""
+    """Return every node that reads the memory of `node`, directly or through views, which are not listed themselves."""
     found: dict[Node, None] = {}
     stack = [node]
     while stack:
@@ -47,18 +47,18 @@ def is_effect_token(node: Node) -> bool:
 
 
 def binds_sizes(node: Node) -> bool:
-    """Whether the node makes sizes that only its data tell."""
+    """Whether the node defines sizes that depend on data."""
     return bool(node.meta.get("unbacked_bindings"))
 
 
 def mutated(target: Any, args: Any, kwargs: Mapping[str, Any]) -> list[View]:
-    """Views that the call overwrites, by its schema."""
+    """Return the views that the call overwrites, by its schema."""
     arguments = declared_arguments(target, args, kwargs)
     return [view for declared, given in arguments if is_written(declared) for view in views_in(given)]
 
 
 def returned_argument(target: Any, position: int, args: Any, kwargs: Mapping[str, Any]) -> View | None:
-    """The argument that the call returns as result `position` (in-place and out= ops)."""
+    """Return the argument that the call returns as result `position` (in-place and out= ops), or None."""
     if not isinstance(target, torch._ops.OpOverload) or position >= len(target._schema.returns):
         return None
     alias = target._schema.returns[position].alias_info

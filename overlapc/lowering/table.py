@@ -1,4 +1,4 @@
-"""ATen op -> lowering function. One file a family of ops; each registers with `lowers`."""
+"""The table of lowering rules by ATen op. Each family of ops has a file, whose rules are registered by `lowers`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ aten = torch.ops.aten
 
 
 class Impossible(OverlapcError):
-    """Raised by a lowering function for a case it does not cover; the op then runs as an extern call."""
+    """Raised by a lowering rule for a case that it does not cover; the op is then called."""
 
 
 Rule = Callable[..., Any]
 _rules: dict[Any, Rule] = {}
 _by_name: dict[str, Rule] = {}
 
-# Library kernels we call on purpose: not fallbacks.
+# Ops that are called deliberately, because their library kernels are the best choice: not counted as fallbacks.
 LIBRARY_CALLS: set[Any] = {
     our_ops.seed.default,
     our_ops.seeds.default,
@@ -41,13 +41,16 @@ LIBRARY_CALLS: set[Any] = {
     aten.convolution_backward.default,
 }
 
-# Calls with an `out=` form: their result lands in memory that we plan.
+# Ops with an `out=` form, which write their result into memory that the program allocates.
 OUT_VARIANTS: set[Any] = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 
 
 def lowers(*targets: Any) -> Callable[[Rule], Rule]:
-    """Registers a function as the lowering of these ops. It gets the context and the op's own arguments, tensors as
-    views and sizes as sympy expressions, and returns views in the op's own structure, or raises Impossible."""
+    """Register a function as the lowering rule of these ops.
+
+    The rule gets the context and the op's arguments, with tensors as views and sizes as sympy expressions. It returns
+    views in the structure of the op's results, or raises Impossible.
+    """
 
     def register(rule: Rule) -> Rule:
         for target in targets:
@@ -59,7 +62,7 @@ def lowers(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def lowers_by_name(name: str) -> Callable[[Rule], Rule]:
-    """The same for an op that torch defines only once some part of it is imported, as `prims.fma.default`."""
+    """Register a rule by the op's name, for ops that torch defines only on some import, such as `prims.fma.default`."""
 
     def register(rule: Rule) -> Rule:
         assert name not in _by_name, f"{name} is lowered twice"
@@ -70,10 +73,10 @@ def lowers_by_name(name: str) -> Callable[[Rule], Rule]:
 
 
 def lowering_of(target: Any) -> Rule | None:
-    """The rule of an op; None where it has none and is called."""
+    """Return the rule of an op; None if it has none, so that the op is called."""
     return _rules.get(target) or _by_name.get(str(target))
 
 
 def lowered_ops() -> list[str]:
-    """Names of all ops that have a lowering, sorted."""
+    """Return the sorted names of all ops that have a lowering rule."""
     return sorted([*(str(target) for target in _rules), *_by_name])

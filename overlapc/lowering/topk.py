@@ -1,4 +1,4 @@
-"""The largest elements of short rows, as routers of experts need them, by one reduction for each."""
+"""Lowers the top-k of short rows, as in routers of experts, to one reduction per chosen element."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from overlapc.lowering.reduction import nonempty, reduction_loops
 from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten
-MOST_CHOSEN = 16  # of a row's largest elements: each takes a reduction over the row
-LONGEST_CHOICE = 2048  # elements a row, times the number chosen: sizes at which a router chooses experts
+MOST_CHOSEN = 16  # most elements chosen from a row: each takes a reduction over the row
+LONGEST_CHOICE = 2048  # most elements per row times number chosen: the sizes of routers of experts
 
 
 @lowers(aten.topk.default)
 def topk(context: Lowering, x: View, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The largest elements of a short row and where they are: one after the other, each the largest that is left.
+    """Choose the largest elements of a short row, and their positions, one after another.
 
-    Of equal elements the first comes first; a NaN comes before all numbers.
+    The first of equal elements comes first; a NaN comes before all numbers.
     """
     if not x.size or not isinstance(k, int) or not 1 <= k <= MOST_CHOSEN:
         raise Impossible(f"the first {k} of a row")
@@ -51,10 +51,11 @@ def topk(context: Lowering, x: View, k: Any, dim: int = -1, largest: bool = True
 
 
 def largest_of(value: Value, place: Value, length: int, count: int) -> list[tuple[Value, Value]]:
-    """The `count` largest of a row of float32 and their places, in order.
+    """Return the `count` largest elements of a float32 row and their positions, in order.
 
-    One integer holds an element in its upper half and its place in the lower, larger ones before smaller ones: so what
-    was not chosen yet is what is less than the last one chosen, and a choice takes one reduction.
+    One integer key holds an element in its upper half and its reversed position in the lower half. Keys are distinct,
+    so the elements not chosen yet are those whose key is less than the last chosen key, and a choice takes one
+    reduction.
     """
 
     def integer(number: int) -> Value:
@@ -78,6 +79,6 @@ def _bits(value: Value, dtype: torch.dtype) -> Value:
 
 
 def _in_order(bits: Value) -> Value:
-    """Bits of a float32 as an integer of the same order, and back: those of a negative number turned round."""
+    """Map the bits of a float32 to an integer of the same order, or back: it flips those of negative numbers."""
     sign = op("shift_right", bits, constant(31, torch.int32))
     return op("bitwise_xor", bits, op("bitwise_and", sign, constant(2**31 - 1, torch.int32)))

@@ -1,4 +1,4 @@
-"""Ops that rearrange elements in a way no layout describes: flips, rolls, repeats."""
+"""Lowers ops that rearrange elements in ways that no layout describes: flips, rolls, repeats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def roll(context: Lowering, x: View, shifts: Sequence[Any], dims: Sequence[int] 
         at = list(position)
         for dim, shift in by.items():
             size = x.size[dim]
-            # The sum stays positive: C's remainder of a negative number is none.
+            # The dividend stays positive, because C's remainder of a negative number is negative.
             back = size - sympy.Integer(shift) % size if size.is_Integer else size - ModularIndexing(shift, 1, size)
             at[dim] = ModularIndexing(position[dim] + back, sympy.S.One, size)
         return context.element(x, at)

@@ -652,7 +652,10 @@ def random_block(key, upper, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def number_in_part(program, first: tl.constexpr):
-    """Return `program - first`, int32, by an instruction that no other branch has (see codegen/triton/combo.py)."""
+    """Return `program - first`, int32, by an instruction that no other branch has.
+
+    Otherwise branches would be merged, and all parts' pointers kept in registers (see codegen/triton/combo.py).
+    """
     return tl.inline_asm_elementwise(
         f"sub.s32 $0, $1, {first};", "=r,r", [program], dtype=tl.int32, is_pure=True, pack=1
     )
