@@ -275,7 +275,7 @@ def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ra
 
 
 def _picked_ranges(load: Load) -> Ranges | None:
-    """Return the ranges of the symbols that `load` binds to loaded values, by their checks; None if one is unchecked."""
+    """Return the ranges of the symbols that `load` binds to loaded values by their checks; None if one is unchecked."""
     found = []
     for symbol, value in load.indirect:
         condition = value.condition if isinstance(value, Checked) else None
