@@ -32,7 +32,7 @@ from overlapc.fx.positions import Positions
 from overlapc.fx.windows import Window, window_of, windowed_attention
 
 KEY = "overlapc_attention"  # under node.meta["custom"]
-CAUSAL, FULL, WINDOW = "its mask is causal", "its mask lets everything through", "its mask is a window"
+CAUSAL, FULL, WINDOW = "its mask is causal", "its mask is true everywhere", "its mask is a window"
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _MASKED = -1e30  # adding this number or less to a score masks it: no score in bfloat16 or float32 is that large
 _LARGEST_FLASH_HEAD = 256  # elements
@@ -119,7 +119,7 @@ class _Rewriter:
         verdict = self._verdict(arguments, positions)
         dropout = arguments.get("dropout_p", 0.0) != 0.0
         if verdict.outcome in (CAUSAL, FULL) and self._eager_dropout and dropout:
-            verdict = Verdict("masked, to draw eager's random numbers", "dropout")
+            verdict = Verdict("masked: its dropout must draw eager's random numbers", "dropout")
         piece = None if dropout else _piece(verdict, arguments)
         if piece is not None:
             verdict = replace(verdict, why=f"{WINDOW}, in pieces of {piece}", outcome=WINDOW)
@@ -147,10 +147,10 @@ class _Rewriter:
             return Verdict(text, text)
         grid = positions.grid(mask)
         if grid is None:
-            return Verdict("masked: its mask depends on data, or in a way on positions that is not known", "data")
+            return Verdict("masked: its mask depends on data, or on positions in an unsupported way", "data")
         query, keys = (_fake(arguments[name]) for name in ("query", "key"))
         if query is None or keys is None:
-            return Verdict("masked: its queries are no plain tensors", "data")
+            return Verdict("masked: its queries or keys are not plain tensors", "data")
         rows, columns = positions.extent(query.shape[-2]), positions.extent(keys.shape[-2])
         scores = (*map(positions.extent, query.shape[:-2]), rows, columns)
         key = grid, scores
@@ -167,13 +167,13 @@ def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv 
     rows, columns = scores[-2:]
     padded = (*[sympy.S.One] * (len(scores) - len(grid.size)), *grid.size)
     if len(padded) > len(scores) or any(n not in (1, extent) for n, extent in zip(padded, scores, strict=True)):
-        return Verdict("masked: its mask has other sizes than its scores", "shape")
+        return Verdict("masked: the sizes of its mask do not match its scores", "shape")
     index = tuple(sympy.Symbol(f"i{at}", integer=True, nonnegative=True) for at in range(len(scores)))
     box = Box(dict(zip(index, scores, strict=True)), shape_env)
     try:
         allowed = _allowed(grid.read(index, box), box)
     except UnknownValue:
-        return Verdict("masked: its mask depends on positions in a way that is not known", "positions")
+        return Verdict("masked: its mask depends on positions in an unsupported way", "positions")
     if allowed is True:
         return Verdict(FULL, FULL)
     if allowed == NotNegative(sympy.expand(index[-2] - index[-1])) and rows == columns:
@@ -314,13 +314,13 @@ def attention_kernels(graph: fx.Graph) -> Counter[str]:
             shape = ", ".join(map(str, query.shape))
             dtype = str(query.dtype).removeprefix("torch.")
             what = f"{kernel} attention{' backward' if backward else ''}"
-            found[f"{what} of [{shape}] {dtype}: {note['why'] if note else 'as the model calls it'}"] += 1
+            found[f"{what} of [{shape}] {dtype}: {note['why'] if note else 'called by the model directly'}"] += 1
             fused |= {note["at"]} if note else set()
         elif note is not None:
             composed.setdefault(note["at"], (note["why"], note["outcome"]))
     for at, (why, _) in composed.items():
         if at not in fused:
-            found[f"products and softmax: {why}"] += 1
+            found[f"attention as separate products and softmax: {why}"] += 1
     return found
 
 

@@ -184,7 +184,7 @@ class _Modes:
         elif name == "_exit_autocast":
             self._open -= 1
         elif node.target not in _HARMLESS:
-            raise Unfit(f"{node.name} = {name or node.target} may change how what follows is traced")
+            raise Unfit(f"{node.name} = {name or node.target} may change how later nodes are traced")
 
 
 def _changes_modes(node: fx.Node) -> bool:
@@ -214,7 +214,7 @@ class _Lines:
         if node.op == "get_attr":
             module = carried(node)
             if module is None:
-                raise Unfit(f"{node.name} is a tensor of the graph")
+                raise Unfit(f"{node.name} is a tensor attribute of the graph")
             return ("graph", _graph_lines(module, self._describe))
         if node.op not in ("call_function", "call_method"):
             raise Unfit(f"{node.name} is a {node.op}")
@@ -262,7 +262,7 @@ def _stretch(block: str, nodes: Sequence[fx.Node], describe: Describe) -> Stretc
     except TypeError as error:
         raise Unfit(f"{block} holds a constant that cannot be compared") from error
     if not any(needs_gradient for *_, needs_gradient in map(_described, results)):
-        raise Unfit(f"nothing that {block} computes has a gradient")
+        raise Unfit(f"no result of {block} requires gradients")
     return Stretch(block, tuple(nodes), tuple(lines.operands), results, whole)
 
 

@@ -162,7 +162,7 @@ def refusal(start: fx.Node) -> str | None:
     if argument(start, 1) not in ("sum", "avg"):
         return f"its reduction is {argument(start, 1)!r}"
     if not given.dtype.is_floating_point:
-        return f"it adds up {given.dtype}"
+        return f"its dtype is {given.dtype}"
     if not all(isinstance(size, int) for size in given.shape):
         return "its size is symbolic"
     if start.target is _c10d.all_reduce.default and not given.is_contiguous():

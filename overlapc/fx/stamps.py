@@ -50,19 +50,19 @@ class TracedBlock:
         returned: Any = joint.output_node().args[0]
         results, gradients = tuple(returned[:forward_results]), tuple(returned[forward_results:])
         if len(results) != len(differentiable) or len(tangents) != sum(differentiable):
-            raise Unfit("it returns views, or changes what it is given")
+            raise Unfit("it returns views, or changes its inputs")
         if len(gradients) != len(operands):
-            raise Unfit("AOTAutograd returns more than its gradients")
+            raise Unfit("its joint graph returns more than results and gradients")
         for node in nodes:
             if node.op != "call_function":
                 raise Unfit(f"its graph holds a {node.op}")
             if any(is_written(declared) for declared, _ in declared_arguments(node.target, node.args, node.kwargs)):
                 raise Unfit(f"{node.target} changes memory")
             if not _is_plain(node.meta.get("val")):
-                raise Unfit(f"{node.target} gives a {type(node.meta.get('val')).__name__}")
+                raise Unfit(f"{node.target} returns a {type(node.meta.get('val')).__name__}")
         for node in results:
             if not isinstance(node, fx.Node) or any(_shares(node, operand) for operand in operands):
-                raise Unfit("it returns what it was given, or a view of that")
+                raise Unfit("it returns an input, or a view of one")
         within = set(tangents)
         first = len(nodes)
         for at, node in enumerate(nodes):
@@ -195,7 +195,7 @@ def _laid_out_like(traced: fx.Node, given: fx.Node, graph: fx.Graph) -> fx.Node:
     if expected.stride() == value.stride():
         return given
     if not expected.is_contiguous():
-        raise Unfit("a gradient comes in another layout than it was traced for")
+        raise Unfit("a gradient has another layout than it was traced with")
     copied = graph.call_function(aten.clone.default, (given,), {"memory_format": torch.contiguous_format})
     copied.meta = described_like(given)
     copied.meta["val"] = fake_result(copied)

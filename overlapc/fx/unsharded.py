@@ -63,9 +63,7 @@ def remove_fills(graph: fx.Graph) -> int:
     for param in resized:
         regions = _regions(param, sorted(param.users, key=position.__getitem__))
         if isinstance(regions, str):
-            warnings.warn(
-                f"overlapc leaves the storage of {param.name} as the graph manages it: {regions}", stacklevel=2
-            )
+            warnings.warn(f"overlapc cannot remove the storage resizes of {param.name}: {regions}", stacklevel=2)
             for node in resized[param]:
                 node.target = torch.ops.overlapc.resize_storage_.default
             continue
@@ -94,12 +92,12 @@ def _regions(param: fx.Node, users: list[fx.Node]) -> list[_Region] | str:
             elif size == 0 and current is not None and current.fill is not None:
                 current.end = user
             else:
-                return f"{user.name} resizes it to {size} bytes out of turn (it has {full})"
+                return f"{user.name} resizes it to {size} bytes in an unexpected place (its full size is {full} bytes)"
         elif user.target is _FILL and argument(user, 0) is param:
             if current is None or current.fill is not None or current.reads:
-                return f"{user.name} fills it out of turn"
+                return f"{user.name} fills it a second time, or without a resize to full size"
             if not _alike(param, argument(user, 1)):
-                return f"{user.name} fills it with a tensor of another layout"
+                return f"{user.name} fills it with a tensor of another shape, stride or dtype"
             current.fill = user
         elif _writes(user, param):
             raise CompileError(
@@ -113,7 +111,7 @@ def _regions(param: fx.Node, users: list[fx.Node]) -> list[_Region] | str:
         else:
             current.reads.append(user)
     if regions and regions[-1].end is None:
-        return "it is not resized to nothing at the end"
+        return "it is not resized to 0 bytes at the end"
     return regions
 
 

@@ -85,7 +85,7 @@ def test_a_sum_is_not_divided():
     ("function", "x", "reason"),
     [
         (lambda x, group: reduced(x, group, "max"), torch.randn(8), "its reduction is 'max'"),
-        (lambda x, group: reduced(x, group), torch.arange(8), "it adds up torch.int64"),
+        (lambda x, group: reduced(x, group), torch.arange(8), "its dtype is torch.int64"),
         (lambda x, group: _c10d.reduce_scatter_tensor(x, "sum", RANKS, group), torch.randn(8), "another graph"),
     ],
 )

@@ -191,11 +191,11 @@ def filled_from_the_side(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
 
 
 ODD = {
-    filled_with_other_numbers: "of another layout",
-    filled_from_the_side: "of another layout",
-    resized_too_small: "out of turn",
-    never_emptied: "not resized to nothing",
-    filled_twice: "fills it out of turn",
+    filled_with_other_numbers: "of another shape, stride or dtype",
+    filled_from_the_side: "of another shape, stride or dtype",
+    resized_too_small: "in an unexpected place",
+    never_emptied: "not resized to 0 bytes",
+    filled_twice: "fills it a second time",
 }
 
 
