@@ -1,6 +1,6 @@
-"""The kinds of collectives, one row each: how bytes count, how several are launched as one, and what can carry them.
+"""The kinds of collectives, one row for each: how bytes are counted, how launches are merged, and possible transports.
 
-All code that depends on the kind of a collective reads this table, so that a new kind or transport is one row.
+All code that depends on the kind of a collective reads this table, so that adding a kind or transport means one row.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ COPY = "copy"  # copies between the memories of ranks of one host (copy engines 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveKind:
-    """One row. `op`: its functional op in torch.ops._c10d_functional."""
+    """One row of the table. `op`: the functional op in torch.ops._c10d_functional."""
 
     name: str  # as in `Comm.collective` and in the text of schedules
     op: str
-    output_sized: bool  # its bytes are those of its output; else of its input
-    equal_sizes: bool  # on all ranks
-    brings_inputs: bool = False  # of compute that follows, so it is wanted early; else it takes results away
-    coalesced: bool = False  # the library has one launch for several tensors
-    mixed_dtypes: bool = False  # which may be of several dtypes
-    by_copies: bool = False  # moves bytes and computes nothing, so that copies can do it
+    output_sized: bool  # its bytes are those of its output; else those of its input
+    equal_sizes: bool  # sizes are equal on all ranks
+    brings_inputs: bool = False  # later compute reads its result, so it should run early; else it sends results away
+    coalesced: bool = False  # the library can launch it on several tensors at once
+    mixed_dtypes: bool = False  # these tensors may have several dtypes
+    by_copies: bool = False  # it moves bytes and computes nothing, so copies can carry it out
 
 
 _ROWS = (
@@ -41,16 +41,16 @@ _ROWS = (
 )  # fmt: skip
 KINDS: Mapping[str, CollectiveKind] = {row.name: row for row in _ROWS}
 NAMES = tuple(KINDS)
-TRANSPORTS = (COPY,)  # that a schedule's text can name
+TRANSPORTS = (COPY,)  # transports that a schedule's text can name
 
 
 def several_in_one(collective: str, via: str) -> bool:
-    """Whether one launch over several tensors takes the place of several launches."""
+    """Whether one launch on several tensors can replace several launches."""
     kind = KINDS.get(collective)
     return kind is not None and (kind.by_copies if via == COPY else kind.coalesced)
 
 
 def one_dtype(collective: str, via: str) -> bool:
-    """Whether that launch takes tensors of one dtype alone. Copies move bytes, whatever these mean."""
+    """Whether such a launch requires tensors of one dtype. Copies move bytes of any dtype."""
     kind = KINDS.get(collective)
     return via != COPY and (kind is None or not kind.mixed_dtypes)

@@ -1,16 +1,16 @@
 """Dependences between nodes, as arrays over positions in `Schedule.nodes`.
 
 Edges come from
-- data: a reader follows the node that defines what it reads;
-- mutation: an access of a storage follows the last one that overwrote it, and overwriting follows every
-  earlier access of any alias. A start's accesses last until its wait, so the edge leaves from the wait;
-- `after`: ordering-only edges that a node asks for;
-- collectives: starts of one process group keep their order, synchronous ones (COMM) among them; a COMM node that nobody
-  vouches for is a barrier, which no start and no wait crosses.
+- data: a reader follows the node that defines the buffer it reads;
+- mutation: an access of a storage follows the last node that overwrote it, and overwriting follows every
+  earlier access of any alias. A START accesses its buffers until its WAIT, so the edge begins at the WAIT;
+- `after`: order that a node demands without a data dependence;
+- collectives: STARTs and synchronous collectives (COMM) of one process group keep their order; a COMM node that is not
+  safe (`Comm.safe`) is a barrier, which no START and no WAIT may cross.
 
-Which of two accesses (or collectives) is the earlier one follows from the order the schedule was first built
-in: `replace_order` remembers it in `moved_from`. A pass that may change the order of collectives says so
-there, and its order is the one to keep from then on.
+Which of two accesses (or collectives) comes first is defined by the order in which the schedule was first built:
+`replace_order` stores that schedule in `moved_from`. A pass that may change the order of collectives passes
+`reorder_collectives`, and its order is then the one to keep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overlapc.schedule.model import Kind, Node, Schedule
 
 
 class Why(Enum):
-    """What an edge stands for; a smaller value wins where two nodes have several edges."""
+    """The reason of an edge; of several edges between two nodes, the smallest value is kept."""
 
     DATA = 0
     MUTATION = 1
@@ -35,22 +35,22 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Edges between positions. `why[before, after]` names the strongest reason of an edge."""
+    """Edges between positions. `why[before, after]` is the reason of an edge, the smallest if there are several."""
 
     preds: Sequence[Sequence[int]]
     succs: Sequence[Sequence[int]]
     why: dict[tuple[int, int], Why]
 
     def edges(self) -> Iterator[tuple[int, int, Why]]:
-        """(before, after, why) of every edge."""
+        """Yield (before, after, why) of every edge."""
         for (before, after), why in self.why.items():
             yield before, after, why
 
 
 def of(schedule: Schedule) -> Dependencies:
-    """The dependences of a schedule, positions counted in its present order. Kept with the schedule.
+    """Return the dependences of a schedule, as positions in its current order. Cached with the schedule.
 
-    O(nodes + edges). ScheduleError when `after` names a node that does not exist.
+    O(nodes + edges). ScheduleError if `after` names a node that does not exist.
     """
     base = schedule.moved_from
     return schedule.fact(
@@ -59,7 +59,7 @@ def of(schedule: Schedule) -> Dependencies:
 
 
 def accesses(schedule: Schedule, node: Node) -> dict[str, bool]:
-    """Roots of the storages a node touches -> whether it overwrites what was in them before."""
+    """Return the roots of the storages that a node accesses, each with whether the node overwrites earlier contents."""
     touched = {schedule.root(name): False for name in (*node.reads, *node.writes)}
     for name in node.mutates:
         touched[schedule.root(name)] = True
@@ -108,7 +108,7 @@ def _data(schedule: Schedule) -> Iterator[_Edge]:
 
 
 def _mutations(schedule: Schedule) -> Iterator[_Edge]:
-    """Only storages that something overwrites need more than data edges."""
+    """Yield the edges of storages that a node overwrites; for all other storages, data edges suffice."""
     overwritten = {schedule.root(name) for node in schedule.nodes for name in node.mutates}
     if not overwritten:
         return
@@ -120,7 +120,7 @@ def _mutations(schedule: Schedule) -> Iterator[_Edge]:
         for root, overwrites in accesses(schedule, node).items():
             if root not in overwritten:
                 continue
-            if root in writer and writer[root] != done:  # a start's own wait is not held back by it
+            if root in writer and writer[root] != done:  # no edge from a START to its own WAIT
                 yield writer[root], at, Why.MUTATION
             if overwrites:
                 for reader in readers[root]:

@@ -1,6 +1,6 @@
-"""A schedule that is given tensors in place of gathering them.
+"""Turns gathered tensors of a schedule into inputs.
 
-c = kernel(p); a = all_gather(c); w = wait(a); y = kernel(x, w)   ->   y = kernel(x, w), of an input w
+c = kernel(p); a = all_gather(c); w = wait(a); y = kernel(x, w)   ->   y = kernel(x, w) with w as an input
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from overlapc.schedule.model import Buffer, Kind, Schedule
 
 
 def given_gathered(schedule: Schedule, launches: Collection[str]) -> Schedule:
-    """`schedule` with what `launches` bring as inputs that it may free; kernels that nothing reads any more go too."""
+    """Return `schedule` with the results of `launches` as freeable inputs, without the kernels that become unread."""
     buffers = dict(schedule.buffers)
     for wait, start in schedule.started.items():
         if schedule.nodes[start].name in launches:
@@ -32,7 +32,7 @@ def given_gathered(schedule: Schedule, launches: Collection[str]) -> Schedule:
 
 
 def left_without(schedule: Schedule, launches: Collection[str]) -> list[int]:
-    """Positions of the nodes that stay if `schedule` is given what `launches` bring."""
+    """Return the positions of the nodes that remain if the results of `launches` are inputs of `schedule`."""
     gone = {at for pair in schedule.started.items() if schedule.nodes[pair[1]].name in launches for at in pair}
     read = set(schedule.outputs)
     left = []

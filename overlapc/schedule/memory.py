@@ -1,12 +1,12 @@
-"""Exact liveness: which storages exist while each node runs, and what that takes.
+"""Exact liveness: the storages that are live while each node runs, and their bytes.
 
 A storage (a root buffer with all its aliases) is allocated at the node that defines it and freed after the
-last node that touches any of its names. A start touches what it reads and writes until its last wait is done;
-one without a wait, until the end. Inputs are there from the beginning and die only if freeable and used; outputs
-never die. Aliases (views, waits, in-place results) take nothing. A node's scratch lives while it runs. What lies in a
-pool (`schedule/pools.py`) takes memory that is there all the time: as much as lies in pools at any moment.
+last node that accesses any of its names. A START accesses its buffers until its last WAIT is done, or until the end
+without a WAIT. Inputs are live from the beginning, and are freed only if freeable and used; outputs are never freed.
+Aliases (views, waits, in-place results) take no memory. A node's scratch lives while it runs. Pools
+(`schedule/pools.py`) are allocated all the time, with the peak of the bytes that are in pools at once.
 
-`analyze` computes all of it; `MemoryTimeline` keeps it up to date while nodes move.
+`analyze` computes all of this; `MemoryTimeline` updates it while nodes move.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from overlapc.schedule.pools import pooled
 class Lifetimes:
     """Facts about storages that do not depend on the order; nodes are indices into `schedule.nodes`.
 
-    touches: storages (ids) that a node keeps alive and that may die; allocates: bytes that come to be at it, and
-    pool_allocates those of them that do in pools.
+    touches: ids of the storages that a node accesses and that can be freed. allocates: bytes that a node allocates;
+    pool_allocates: the part of them in pools.
     """
 
-    roots: tuple[str, ...]  # storage id -> name, for storages that may die
+    roots: tuple[str, ...]  # storage id -> name
     bytes: tuple[int, ...]  # storage id -> size
-    in_pool: tuple[bool, ...]  # storage id -> whether it lies in one
+    in_pool: tuple[bool, ...]  # storage id -> whether it is in a pool
     touches: tuple[tuple[int, ...], ...]
     allocates: tuple[int, ...]
     pool_allocates: tuple[int, ...]
     scratch: tuple[int, ...]
-    base_bytes: int  # inputs: what is there before the first node
+    base_bytes: int  # inputs, which are live before the first node
 
 
 @dataclass(frozen=True)
 class MemoryProfile:
     """Live bytes of one order of a schedule."""
 
-    during_bytes: tuple[int, ...]  # while each node runs, scratch and pools included
-    base_bytes: int  # inputs: what is there before the first node
-    pool_bytes: int  # the most that lies in pools at once
-    last_touch: Mapping[str, int]  # root -> position of the last node that touches it, of those that may die
+    during_bytes: tuple[int, ...]  # while each node runs, including scratch and pools
+    base_bytes: int  # inputs, which are live before the first node
+    pool_bytes: int  # peak of the bytes in pools
+    last_touch: Mapping[str, int]  # root -> position of the last node that accesses it, for storages that are freed
 
     @cached_property
     def frees(self) -> tuple[tuple[str, ...], ...]:
-        """Roots to free after each node."""
+        """The roots to free after each node."""
         dying: list[list[str]] = [[] for _ in self.during_bytes]
         for root, at in self.last_touch.items():
             dying[at].append(root)
@@ -58,17 +58,17 @@ class MemoryProfile:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is live at any moment."""
+        """The peak of the live bytes."""
         return max(self.during_bytes, default=self.base_bytes)
 
     @cached_property
     def peak_at(self) -> int | None:
-        """Position of the first node that runs at the peak; None without nodes."""
+        """The position of the first node that runs at the peak; None without nodes."""
         return self.during_bytes.index(self.peak_bytes) if self.during_bytes else None
 
 
 def lifetimes(schedule: Schedule) -> Lifetimes:
-    """Storages of a schedule and the nodes that use them. Cached with the schedule; O(names read and written)."""
+    """Return the storages of a schedule and the nodes that use them. Cached with the schedule; O(reads + writes)."""
     base = schedule.moved_from
     return schedule.fact(
         "lifetimes", lambda: _lifetimes(schedule) if base is None else _reordered(lifetimes(base), base, schedule)
@@ -76,7 +76,7 @@ def lifetimes(schedule: Schedule) -> Lifetimes:
 
 
 def _reordered(life: Lifetimes, old: Schedule, new: Schedule) -> Lifetimes:
-    """`life` of the order `old`, its nodes counted as in `new`."""
+    """Return `life` of schedule `old` with the node indices of `new`."""
     position = old.positions
     was = [position[node.name] for node in new.nodes]
     return replace(
@@ -111,7 +111,7 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
         if node.kind is Kind.START:
             users += [touches[wait] for wait in waits.get(at, ())]
             endless = at not in waits
-        # A kernel that writes this rank's part of a gather's result needs the memory of the whole result from then on.
+        # A kernel that writes this rank's part of a gather's result allocates the memory of the whole result.
         gathered = [lying.shards[name] for name in node.writes if name in lying.shards]
         for name in (*node.reads, *node.writes, *gathered):
             root = schedule.root(name)
@@ -140,7 +140,7 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
 
 
 def analyze(schedule: Schedule) -> MemoryProfile:
-    """Live bytes and frees of a schedule in its current order. Cached with the schedule; O(nodes)."""
+    """Return live bytes and frees of a schedule in its current order. Cached with the schedule; O(nodes)."""
     return schedule.fact("memory", lambda: _profile(lifetimes(schedule), range(len(schedule.nodes))))
 
 
@@ -169,7 +169,7 @@ def _profile(life: Lifetimes, order: Sequence[int]) -> MemoryProfile:
 
 
 class Placing:
-    """Live bytes of an order that grows at its end. Nodes are indices into `schedule.nodes`."""
+    """Live bytes of an order to which nodes are appended. Nodes are indices into `schedule.nodes`."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.life = lifetimes(schedule)
@@ -180,18 +180,18 @@ class Placing:
                 self.left[storage] += 1
 
     def frees(self, node: int) -> int:
-        """Bytes that die with `node` if it is placed next."""
+        """Return the bytes that are freed after `node` if it is placed next."""
         return sum(self.life.bytes[storage] for storage in self.life.touches[node] if self.left[storage] == 1)
 
     def place(self, node: int) -> None:
-        """`node` comes next."""
+        """Append `node` to the order."""
         self.live += self.life.allocates[node] - self.frees(node)
         for storage in self.life.touches[node]:
             self.left[storage] -= 1
 
 
 class RangeMax:
-    """The most of any stretch of a list, from a table of stretches of 2, 4, 8, ... built once."""
+    """Maximum of any range of a list, from a table of the maxima of ranges of 2, 4, 8, ... that is built once."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.rows = [list(values)]
@@ -202,14 +202,14 @@ class RangeMax:
             width *= 2
 
     def most(self, low: int, high: int) -> int:
-        """The most of values[low:high], which is not empty."""
+        """Return the maximum of values[low:high], which must not be empty."""
         level = (high - low).bit_length() - 1
         row = self.rows[level]
         return max(row[low], row[high - (1 << level)])
 
 
 class _Row:
-    """A number for each position and their maximum, which is searched for again only when it may have decreased."""
+    """A list of numbers and their maximum, which is recomputed only after it may have decreased."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.values = list(values)
@@ -222,7 +222,7 @@ class _Row:
         return self._most
 
     def put(self, low: int, values: Sequence[int]) -> None:
-        """Other values from position `low` on."""
+        """Replace the values from position `low` on."""
         high = low + len(values)
         if self._most is not None:
             most = max(values)
@@ -234,20 +234,20 @@ class _Row:
 
 
 class _Window(NamedTuple):
-    """Live bytes and frees within a stretch of an order."""
+    """Live bytes and frees within a range of positions."""
 
-    outside: list[int]  # bytes while each node runs that do not lie in pools
+    outside: list[int]  # bytes outside of pools while each node runs
     in_pools: list[int]
-    deaths: dict[int, int]  # storages that die here -> their new last node
+    deaths: dict[int, int]  # storages that are freed in this range -> the node after which they are freed
 
 
 class MemoryTimeline:
-    """Live bytes of an order that changes. Nodes are indices into `schedule.nodes` as it was given.
+    """Live bytes of an order that changes. Nodes are indices into the `schedule.nodes` that were passed in.
 
-    Reordering a stretch of the order changes what is live only inside that stretch: before and after it the
-    same nodes have run. So `try_window` and `apply` cost the stretch, not the schedule.
+    Reordering a range of positions changes the live bytes only within that range, because before and after it the same
+    nodes have run. The cost of `try_window` and `apply` therefore depends on the range, not on the schedule.
 
-    check: after every change all is computed from scratch too, and a difference is a ScheduleError (for debugging).
+    check: recompute everything after each change, and raise ScheduleError for a difference (for debugging).
     """
 
     def __init__(self, schedule: Schedule, *, check: bool = False) -> None:
@@ -269,18 +269,18 @@ class MemoryTimeline:
 
     @property
     def during_bytes(self) -> list[int]:
-        """Bytes that are live while each node runs, in the current order."""
+        """The bytes that are live while each node runs, in the current order."""
         return [size + self.in_pools.most for size in self.outside.values]
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the present order."""
+        """The peak of the current order."""
         return (self.outside.most if self.order else self._life.base_bytes) + self.in_pools.most
 
     def try_window(self, low: int, nodes: Sequence[int]) -> int:
-        """The peak within positions low.. if `nodes` (those already there) stood in this order instead.
+        """Return the peak within the positions from `low` if `nodes` (the ones already there) were in this order.
 
-        It is that of all positions where pools would have to be larger. That they may be smaller then is not seen.
+        If pools would become larger, it is the peak over all positions. That pools may become smaller is ignored.
         """
         found = self._try(low, nodes)
         in_pools = max(found.in_pools)
@@ -289,11 +289,11 @@ class MemoryTimeline:
         return max(found.outside) + self.in_pools.most
 
     def try_pools(self, low: int, nodes: Sequence[int]) -> int:
-        """The most bytes in pools within positions low.. if `nodes` (those already there) were in this order."""
+        """Return the peak bytes in pools within the positions from `low` if `nodes` were in this order."""
         return max(self._try(low, nodes).in_pools)
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
-        """Reorders the nodes at positions low.. into the order `nodes`. Costs less if this order was tried last."""
+        """Reorder the nodes at the positions from `low` into the order `nodes`; faster if this order was tried last."""
         found, self._tried = self._try(low, nodes), None
         for storage, node in found.deaths.items():
             self._free(self._death[storage], storage, -1)
@@ -316,21 +316,21 @@ class MemoryTimeline:
             self.apply(low, self.order[high : high + to - low] + block)
 
     def _try(self, low: int, nodes: Sequence[int]) -> _Window:
-        """The result of `_window`, cached for the last order that was tried."""
+        """Return the result of `_window`, cached for the order that was tried last."""
         tried = self._tried
         if tried is None or tried[0] != low or tried[1] != list(nodes):
             tried = self._tried = low, list(nodes), self._window(low, nodes)
         return tried[2]
 
     def _free(self, node: int, storage: int, times: int) -> None:
-        """Counts a storage among those freed after `node`; times: -1 to count it no more."""
+        """Add a storage to the bytes freed after `node` (times=1), or subtract it (times=-1)."""
         size = times * self._life.bytes[storage]
         self._freed[node] += size
         if self._life.in_pool[storage]:
             self._pool_freed[node] += size
 
     def _live_before(self, at: int) -> tuple[int, int]:
-        """Bytes that are live outside of pools and in them just before the node at a position begins."""
+        """Return the bytes live outside of pools and in pools just before the node at position `at` runs."""
         if not at:
             return self._life.base_bytes, 0
         node = self.order[at - 1]
@@ -339,7 +339,7 @@ class MemoryTimeline:
         return outside, self.in_pools.values[at - 1] - self._pool_freed[node]
 
     def _compare(self, low: int, high: int) -> None:
-        """ScheduleError unless the incremental numbers equal recomputed ones."""
+        """Raise ScheduleError unless the incremental numbers equal recomputed ones."""
         whole = _profile(self._life, self.order).during_bytes
         for at, (kept, found) in enumerate(zip(self.during_bytes, whole, strict=True)):
             if kept != found:

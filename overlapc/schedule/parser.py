@@ -23,8 +23,8 @@ _LIST_KEYS = frozenset({"after", "mutates"})
 
 
 def parse(text: str) -> Schedule:
-    """The schedule that `text` describes. ScheduleError with line and column for what it cannot read."""
-    with gc_paused():  # 60,000 nodes took 7.0 s with them and 3.2 s without
+    """Return the schedule that `text` describes. ScheduleError with line and column if it cannot be parsed."""
+    with gc_paused():  # 60,000 nodes took 7.0 s with garbage collection and 3.2 s without
         draft = _Draft()
         for statement in statements(text):
             draft.add(statement)
@@ -42,10 +42,10 @@ class _Draft:
     nodes: list[Node] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     node_names: set[str] = field(default_factory=set)
-    unsized: list[int] = field(default_factory=list)  # nodes whose collective has the bytes of its definition
+    unsized: list[int] = field(default_factory=list)  # positions of collectives without `moves=`
 
     def add(self, statement: Statement) -> None:
-        """Takes one statement."""
+        """Add one statement."""
         word = statement.peek("word") if statement.peek_mark(1) != "=" else None
         if word == "schedule":
             self._header(statement)
@@ -56,7 +56,7 @@ class _Draft:
             self._define(statement)
 
     def schedule(self) -> Schedule:
-        """The parsed schedule; undeclared buffers become inputs of size 0."""
+        """Return the parsed schedule; undeclared buffers become inputs of size 0."""
         aliases = [buffer.alias_of for buffer in self.buffers.values() if buffer.alias_of is not None]
         for name in [*(name for node in self.nodes for name in node.reads), *aliases]:
             if name not in self.buffers:
@@ -157,7 +157,7 @@ class _Keys:
 
     @classmethod
     def of(cls, statement: Statement) -> _Keys:
-        """The pairs that come next in `statement`."""
+        """Take the pairs that come next in `statement`."""
         keys = cls()
         while (key := statement.peek("word")) is not None:
             if key not in _KEYS:
@@ -179,7 +179,7 @@ class _Keys:
         return keys
 
     def work(self) -> Work | None:
-        """What the node computes; None if no key says so."""
+        """Return the node's work; None if no key gives it."""
         if not _WORK_KEYS & self.given:
             return None
         numbers = self.numbers
@@ -192,7 +192,7 @@ class _Keys:
         )
 
     def comm(self, op: str, group: str, size: int, via: str) -> Comm:
-        """What a node of `op` moves within `group`, of no bytes if no key says how many."""
+        """Return the communication of a node of `op` within `group`; its bytes are 0 without `moves=`."""
         return Comm(
             self.words.get("collective", op),
             self.numbers.get("moves", 0),
@@ -208,7 +208,7 @@ class _Keys:
 
 
 def _kind(statement: Statement, op: str) -> tuple[Kind, str]:
-    """The kind and the op of a node, of which `op` was written first."""
+    """Return kind and op of a node whose first word is `op`."""
     if statement.accept(":"):
         if op not in KINDS:
             statement.fail(unknown_name("kind of node", op, KINDS), back=2)
@@ -221,7 +221,7 @@ def _kind(statement: Statement, op: str) -> tuple[Kind, str]:
 
 
 def _group(statement: Statement) -> tuple[str | None, int]:
-    """Name and size of `@dp(8)`; None where no group is named, size 0 where none is given."""
+    """Take `@dp(8)`; return name and size, None without a group, and 0 without a size."""
     if not statement.accept("@"):
         return None, 0
     group, size = statement.take("word", "a group's name"), 0
@@ -232,7 +232,7 @@ def _group(statement: Statement) -> tuple[str | None, int]:
 
 
 def _via(statement: Statement) -> str:
-    """`copy` of `via copy`; "" without `via`."""
+    """Take `via copy`; return "copy", or "" without `via`."""
     if statement.peek("word") != "via":
         return ""
     statement.take("word")
@@ -243,7 +243,7 @@ def _via(statement: Statement) -> str:
 
 
 def _sizes(statement: Statement, names: Sequence[str]) -> list[Buffer]:
-    """One size or alias for each of `names`."""
+    """Take one size or alias for each of `names`; return their buffers."""
     sized: list[Buffer] = []
     for at, name in enumerate(names):
         if at:
@@ -267,7 +267,7 @@ def _estimate(statement: Statement) -> Estimate | None:
 
 
 def _ranks(statement: Statement) -> tuple[int, ...]:
-    """(0, 1, 2, 3, 8) of `0-3,8`."""
+    """Take `0-3,8`; return (0, 1, 2, 3, 8)."""
     ranks: list[int] = []
     while True:
         part = statement.expect_ranks()
@@ -279,6 +279,6 @@ def _ranks(statement: Statement) -> tuple[int, ...]:
 
 
 def _origin(comment: str) -> Origin:
-    """Of a comment as the printer writes it for a node; nothing of any other."""
+    """Return the origin in a comment of the printer's form; an empty one for any other comment."""
     parts = [part.strip() for part in f" {comment} ".split(" | ", 2)]
     return Origin(tuple(parts[0].split()), source=parts[2], module=parts[1]) if len(parts) == 3 else Origin()

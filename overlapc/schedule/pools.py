@@ -1,9 +1,9 @@
-"""Buffers of a schedule in memory that ranks share: results of copies, and kernel outputs that copies send from there.
+"""Buffers of a schedule in pools, the memory that ranks share: results of copies, and kernel outputs that copies send.
 
     c = kernel(p); a = all_gather(c) @dp via copy; w = wait(a); y = kernel(w)
 
-`a` lies in the pool of @dp, from where it is read, and so does `c`, which is this rank's part of it: the kernel writes
-it there. What outlives the graph does not.
+`a` is in the pool of @dp, and is read from there. So is `c`, which is this rank's part of `a`: the kernel writes it
+there. Buffers that outlive the graph are not in pools.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from overlapc.schedule.model import Kind, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The storages of a schedule that lie in pools, by name."""
+    """The storages of a schedule that are in pools, by name."""
 
-    brought: Mapping[str, str]  # result of a start -> the start
-    shards: Mapping[str, str]  # a kernel's output -> the gather's result of which it is this rank's part
+    brought: Mapping[str, str]  # result of a START -> name of the START
+    shards: Mapping[str, str]  # output of a kernel -> result of the gather of which it is this rank's part
 
 
 def pooled(schedule: Schedule) -> Pooled:
-    """The storages that lie in pools. Does not depend on the order of nodes; cached with the schedule."""
+    """Return the storages that are in pools. Does not depend on the order of nodes; cached with the schedule."""
     base = schedule.moved_from
     return schedule.fact("pooled", lambda: _pooled(schedule) if base is None else pooled(base))
 
@@ -50,14 +50,14 @@ def _pooled(schedule: Schedule) -> Pooled:
 
 
 def _made_by_kernels(schedule: Schedule) -> set[str]:
-    """Storages that a generated kernel writes and that have one name only."""
+    """Return the storages that a generated kernel writes and that have no aliases."""
     aliased = {schedule.root(name) for name, buffer in schedule.buffers.items() if buffer.alias_of is not None}
     kernels = (node for node in schedule.nodes if node.kind is Kind.KERNEL)
     return {name for node in kernels for name in node.writes if schedule.root(name) == name} - aliased
 
 
 def _readers(schedule: Schedule) -> dict[str, int]:
-    """How many nodes read each name."""
+    """Return the number of nodes that read each name."""
     found: dict[str, int] = {}
     for node in schedule.nodes:
         for name in node.reads:

@@ -12,7 +12,7 @@ from overlapc.units import format_bytes, format_ns
 
 
 def print_schedule(schedule: Schedule) -> str:
-    """The text of a schedule, ending with a newline. ScheduleError for what the format cannot say."""
+    """Return the text of a schedule, ending with a newline. ScheduleError if the format cannot express the schedule."""
     budget = "" if schedule.budget_bytes is None else f"  budget={format_bytes(schedule.budget_bytes)}"
     rows = [*_declarations(schedule), *(_row(schedule, node) for node in schedule.nodes)]
     left = _column([row[0] for row in rows], step=4, most=24)
@@ -28,7 +28,7 @@ def print_schedule(schedule: Schedule) -> str:
 
 
 def print_node(schedule: Schedule, node: Node) -> str:
-    """The statement of one node, without its origin."""
+    """Return the statement of one node, without its origin."""
     names, head, tail, _ = _row(schedule, node)
     return f"{names} = {head}" + (f" : {tail}" if tail else "")
 
@@ -102,7 +102,7 @@ def _tail(schedule: Schedule, node: Node) -> str:
 
 
 def _origin(origin: Origin) -> str:
-    """`mm_3 | layers.0 | model.py:31: x @ w`, with nothing between the bars for what is not known."""
+    """Return `mm_3 | layers.0 | model.py:31: x @ w`, with empty fields for unknown parts."""
     parts = (" ".join(origin.fx), origin.module, origin.source)
     return (" | ".join(parts) if any(parts[1:]) else parts[0]).replace("\n", " ")
 
@@ -120,7 +120,7 @@ def _quote(name: str) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """`0-3,8` for (0, 1, 2, 3, 8); reads back in the same order."""
+    """Return `0-3,8` for (0, 1, 2, 3, 8); the parser restores the same order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -131,6 +131,6 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def _column(cells: Sequence[str], step: int, most: int) -> int:
-    """Width of a column: rounded up, so that one longer cell seldom moves all the other lines of a diff."""
+    """Return the width of a column, rounded up: one longer cell then rarely changes all other lines of a diff."""
     widest = max((len(cell) for cell in cells), default=0)
     return min(most, -(-widest // step) * step)

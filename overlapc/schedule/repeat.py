@@ -1,15 +1,15 @@
-"""A schedule of many equal layers, from the schedules of a few.
+"""Extrapolates the schedule of a model with many equal layers from schedules with few layers.
 
-Layers that are equal are traced equally: with one more, a schedule grows by some stretches, each like the stretch right
-before it but for the numbers in its names. `repeated` finds these stretches in the schedules of n, n + 1 and n + 2
-layers, and writes the schedule of any larger number:
+Equal layers are traced equally: with each further layer, a schedule grows by one or more stretches, each equal to the
+stretch directly before it except for the numbers in its names. `repeated` finds these stretches in the schedules of n,
+n + 1 and n + 2 layers, and writes the schedule of any larger number of layers:
 
     (3)  a_0 a_1 a_2 end_3    (4)  a_0 a_1 a_2 a_3 end_4    (5)  a_0 a_1 a_2 a_3 a_4 end_5
  -> (7)  a_0 a_1 a_2 a_3 a_4 a_5 a_6 end_7
 
-Each number in a name has to be a constant, plus a multiple of how many layers there are, plus in a stretch a multiple
-of which repetition it is; all else (kinds, bytes, times, order) has to be the same in every repetition. Three schedules
-give each of these more often than it takes to know it. Where one does not hold `Irregular` says what did not fit.
+Each number in a name must be a linear function of the number of layers and, in a stretch, of the repetition's index;
+everything else (kinds, bytes, times, order) must be the same in every repetition. Three schedules determine the
+coefficients and also check them. `Irregular` names the first line that does not fit.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from overlapc.schedule.model import Buffer, Node, Origin, Schedule
 from overlapc.schedule.verify import verify
 
 _NUMBER = re.compile(r"\d+")
-_Names = tuple[tuple[str, ...], ...]  # names in groups, such as all that a node reads
+_Names = tuple[tuple[str, ...], ...]  # names in groups, such as all names that a node reads
 
 
 class Irregular(ScheduleError):
-    """The schedules of few layers do not determine that of more layers; the message names the place."""
+    """The schedules of few layers do not determine that of more layers; the message names the first line at fault."""
 
 
 def repeated(few: Mapping[int, Schedule], layers: int) -> Schedule:
-    """The schedule of `layers` layers, from those of three numbers of layers, one more each (keys of `few`).
+    """Return the schedule of `layers` layers from schedules of three consecutive numbers of layers (keys of `few`).
 
-    Payloads are those of the like nodes in the schedule of fewest layers.
+    Payloads are those of the corresponding nodes in the schedule of fewest layers.
     """
     counts = sorted(few)
     assert counts == list(range(counts[0], counts[0] + 3))
@@ -48,14 +48,15 @@ def repeated(few: Mapping[int, Schedule], layers: int) -> Schedule:
     return schedule
 
 
-# --- lines: what a schedule consists of
+# --- lines of a schedule
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """An input, a node with the buffers that it writes, or an output; in `like` and `stems` equal to those like it.
+    """An input, a node with the buffers that it writes, or an output, with the numbers in its names separated.
 
-    stems: names, each cut where its numbers are. payload: of a node.
+    Two lines are alike if `like` (all properties except names) and `stems` (the names, split at their numbers) are
+    equal. payload: of a node.
     """
 
     like: Any
@@ -141,15 +142,15 @@ def _node(line: _Line, names: _Names) -> tuple[Node, list[Buffer]]:
     ]
 
 
-# --- parts: what grows and what does not
+# --- parts, which repeat for each layer or do not
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Lines of the schedule of fewest layers, and how their numbers go on.
+    """Lines of the schedule of fewest layers, and how their numbers continue.
 
-    a_layer: added to each number with every layer more. a_repetition: added from one repetition to the next; None for
-    what does not repeat.
+    a_layer: the increment of each number for every further layer. a_repetition: the increment from one repetition to
+    the next; None for lines that do not repeat.
     """
 
     first: Sequence[_Line]
@@ -157,7 +158,7 @@ class _Part:
     a_repetition: Sequence[tuple[int, ...]] | None = None
 
     def lines(self, more: int) -> Iterator[_Line]:
-        """The lines of a schedule with `more` layers more than the smallest one."""
+        """Yield the lines of the part in a schedule with `more` additional layers."""
         for repetition in range(1 if self.a_repetition is None else more + 1):
             for at, line in enumerate(self.first):
                 numbers = _plus(line.numbers, self.a_layer[at], more)
@@ -167,7 +168,7 @@ class _Part:
 
 
 def _parts(first: Sequence[_Line], second: Sequence[_Line], third: Sequence[_Line]) -> Iterator[_Part]:
-    """The parts of the three schedules: alternately lines that stay and lines that repeat."""
+    """Yield the parts of the three schedules: lines that occur once and lines that repeat, alternately."""
     done = [0, 0, 0]  # lines of each that are in a part
 
     def part(length: int, *, repeats: bool = False) -> _Part:
@@ -177,8 +178,8 @@ def _parts(first: Sequence[_Line], second: Sequence[_Line], third: Sequence[_Lin
         return found
 
     for at, length in _growth(first, second):
-        # How far ahead of `at` the first repetition ends cannot be seen by what lines are like: several next to each
-        # other may be like those of a repetition. Numbers tell.
+        # The repetition may begin up to `length` lines earlier, because adjacent lines may be alike, too. Only the
+        # numbers tell where, so try each shift.
         room = at - length - done[0]
         turned = next(
             (
@@ -201,7 +202,7 @@ def _parts(first: Sequence[_Line], second: Sequence[_Line], third: Sequence[_Lin
 
 
 def _growth(first: Sequence[_Line], second: Sequence[_Line]) -> Iterator[tuple[int, int]]:
-    """(position in `first`, length) of each stretch that `second` has there beside, like the one right before it."""
+    """Yield (position in `first`, length) of each stretch that `second` repeats there once more than `first`."""
     at = extra = 0
     while at < len(first) or at + extra < len(second):
         here = at + extra
@@ -221,7 +222,7 @@ def _growth(first: Sequence[_Line], second: Sequence[_Line]) -> Iterator[tuple[i
 
 
 def _part(*versions: Sequence[_Line]) -> _Part:
-    """The part that these lines of the three schedules are. Irregular where they are none."""
+    """Return the part that consists of these lines of the three schedules. Irregular if their numbers do not fit."""
     length = len(versions[0])
     repeats = len(versions[1]) > length
     found = _Part(

@@ -1,4 +1,4 @@
-"""Splits text into statements and statements into tokens; the parser interprets them."""
+"""Splits text into statements, and statements into tokens, for the parser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from overlapc.units import MOST_BYTES, parse_bytes, parse_count, parse_ns
 
 _T = TypeVar("_T")
 _SHOWN = 160  # characters of a line that an error quotes
-MOST_RANKS = 2**20  # of a job; plans list the ranks of a group
+MOST_RANKS = 2**20  # ranks of a job; plans list all ranks of a group
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|\#[^\n]*)|(?P<end>[;\n])|(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<source>\[[^\]\n]*\])"""
     rf"""|(?P<word>{WORD.pattern})|(?P<mark>[=(),:@])""",
@@ -23,19 +23,19 @@ _TOKEN = re.compile(
 
 @dataclass
 class Statement:
-    """The tokens of one statement and where it stands; takes what is expected or says what is not.
+    """The tokens of one statement, its place in the text, and the position of the next token.
 
-    Every method that takes raises ScheduleError, with line and column, where something else stands.
+    The methods that take a token raise ScheduleError with line and column if the next token is another one.
     """
 
     tokens: list[tuple[str, str, int]]  # (kind, text, column)
     line: str
     number: int
     at: int = 0
-    comment: str = ""  # behind it, where it is the last of its line
+    comment: str = ""  # the comment that follows the last statement of a line
 
     def peek(self, kind: str, ahead: int = 0) -> str | None:
-        """The text of the token `ahead` of the next if it is of `kind`; words may be quoted."""
+        """Return the text of the token `ahead` tokens after the next, if it is of `kind`, else None; unquote words."""
         if self.at + ahead >= len(self.tokens):
             return None
         found, text, _ = self.tokens[self.at + ahead]
@@ -46,17 +46,17 @@ class Statement:
     def _unquoted(self, text: str) -> str:
         try:
             name: str = json.loads(text)
-            name.encode()  # half of a surrogate pair is no text
+            name.encode()  # fails for half of a surrogate pair
         except ValueError:
             self.fail("this is not quoted as in JSON")
         return name
 
     def peek_mark(self, ahead: int = 0) -> str | None:
-        """The same of a mark such as `=`."""
+        """Return the token `ahead` tokens after the next if it is a mark such as `=`, else None."""
         return self.peek("mark", ahead)
 
     def take(self, kind: str, what: str = "a name") -> str:
-        """The text of the next token, which must be of `kind`."""
+        """Take the next token, which must be of `kind`, and return its text."""
         text = self.peek(kind)
         if text is None:
             self.fail(f"expected {what}")
@@ -64,22 +64,22 @@ class Statement:
         return text
 
     def take_names(self) -> list[str]:
-        """One word or more, with commas between them."""
+        """Take one or more words separated by commas."""
         names = [self.take("word")]
         while self.accept(","):
             names.append(self.take("word"))
         return names
 
     def take_integer(self, most: int = MOST_BYTES) -> int:
-        """A whole number of at most `most`."""
+        """Take a whole number of at most `most`."""
         return self._take_quantity(lambda word: parse_count(word, most), "a whole number")
 
     def take_bytes(self) -> int:
-        """A size with its unit, in bytes."""
+        """Take a size with its unit; return bytes."""
         return self._take_quantity(parse_bytes, "a size")
 
     def take_ns(self) -> float:
-        """A time with its unit, in nanoseconds."""
+        """Take a time with its unit; return nanoseconds."""
         return self._take_quantity(parse_ns, "a time")
 
     def _take_quantity(self, parse: Callable[[str], _T], what: str) -> _T:
@@ -94,24 +94,24 @@ class Statement:
         return value
 
     def accept(self, mark: str) -> bool:
-        """Takes `mark` if it comes next; whether it did."""
+        """Take `mark` if it comes next; return whether it did."""
         if self.peek_mark() != mark:
             return False
         self.at += 1
         return True
 
     def expect(self, mark: str, what: str) -> None:
-        """Takes `mark`; `what` says of the error where it was expected."""
+        """Take `mark`; `what` completes the error message "expected MARK ..."."""
         if not self.accept(mark):
             self.fail(f"expected {mark!r} {what}")
 
     def finish(self) -> None:
-        """Nothing may be left."""
+        """Raise ScheduleError if tokens are left."""
         if self.at < len(self.tokens):
             self.fail("did not expect this")
 
     def expect_ranks(self) -> range:
-        """A rank, or a range of them such as 0-7."""
+        """Take a rank, or a range of ranks such as 0-7."""
         word = self.peek("word")
         if word is None:
             self.fail("expected a rank, or a range of them")
@@ -127,14 +127,14 @@ class Statement:
         return range(first, last + 1)
 
     def fail(self, message: str, back: int = 0) -> NoReturn:
-        """Raises the error, pointing to the next token or to one `back` before it."""
+        """Raise ScheduleError, pointing to the next token, or to the one `back` tokens before it."""
         at = self.at - back
         column = self.tokens[at][2] if at < len(self.tokens) else len(self.line.rstrip())
         raise _error(message, self.line, self.number, column)
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """The statements of `text`, each with its comment. ScheduleError with line and column for what is no token."""
+    """Yield the statements of `text`, each with its comment. ScheduleError with line and column for a bad token."""
     lines = text.split("\n")
     number, begin, at = 1, 0, 0
     tokens: list[tuple[str, str, int]] = []
@@ -162,7 +162,7 @@ def statements(text: str) -> Iterator[Statement]:
 
 
 def _error(message: str, line: str, number: int, column: int) -> ScheduleError:
-    if len(line) > _SHOWN:  # the part of it that matters
+    if len(line) > _SHOWN:  # show only the part around the column
         begin = max(0, min(column - _SHOWN // 2, len(line) - _SHOWN))
         line, column = line[begin : begin + _SHOWN], column - begin
     return ScheduleError(f"line {number}: {message}\n   {line}\n   {' ' * column}^")

@@ -1,4 +1,4 @@
-"""Words and defaults of the text format of schedules, on which printer and parser must agree."""
+"""Words and defaults of the text format of schedules, shared by printer and parser."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _ALIASING = (Kind.WAIT, Kind.VIEW)
 
 
 def default_kind(op: str) -> Kind | None:
-    """The kind of a node whose statement names only its op; None for an op that needs KIND: before it."""
+    """Return the kind of a node whose statement names only its op; None for an op that needs a KIND: prefix."""
     return Kind.START if op in collective_kinds.KINDS else KINDS.get(op)
 
 
 def default_buffer(kind: Kind, reads: Sequence[str], writes: Sequence[str], at: int) -> Buffer:
-    """The buffer `writes[at]` of a node that gives no sizes: waits and views define aliases of what they read."""
+    """Return the buffer `writes[at]` of a node without sizes: waits and views define aliases of what they read."""
     if kind in _ALIASING and reads:
         return Buffer(writes[at], 0, alias_of=reads[at if len(reads) == len(writes) else 0])
     return Buffer(writes[at], 0)
 
 
 def default_bytes(collective: str, reads: Sequence[str], writes: Sequence[str], buffers: Mapping[str, Buffer]) -> int:
-    """Bytes of a collective by its own definition (see `Comm`), of the storage behind what it reads or writes."""
+    """Return the bytes of a collective by its definition (see `Comm`): of the storages that it reads or writes."""
     kind = collective_kinds.KINDS.get(collective)
     return sum(_storage_bytes(name, buffers) for name in (writes if kind is not None and kind.output_sized else reads))
 

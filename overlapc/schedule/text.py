@@ -7,23 +7,23 @@
     mm0 = extern:mm(%x, %w0)         : 96MiB  640us [roofline]      # mm_3 | layers.0 | model.py:31: x @ w
     return mm0
 
-One statement a line, or several with `;`. A statement is
+A line has one statement, or several separated by `;`. A statement is
 
     WRITES = OP(READS) @GROUP(SIZE) via TRANSPORT KEY=VALUE ... : SIZES  TIME [SOURCE]
     NAME = input freeable : SIZE
 
-- WRITES: the buffers it defines; the first is also the node's name unless `node=NAME` says otherwise.
+- WRITES: the buffers that the node defines; the first is also the node's name, unless `node=NAME` gives another.
 - OP: a collective's name (a start), `wait`, `kernel`, `extern`, `view`, `noop`, `comm`, or KIND:OP.
-- TRANSPORT: what carries a collective, `copy`; without `via` it is the library of the process group (NCCL, gloo).
-- KEY: `after`, `mutates` (lists), `scratch`, `flops`, `read`, `write`, `in` (what the work is done in), `form` (of a
+- TRANSPORT: the transport of a collective, `copy`; without `via` it is the library of the process group (NCCL, gloo).
+- KEY: `after`, `mutates` (lists), `scratch`, `flops`, `read`, `write`, `in` (dtype of the computation), `form` (of a
   generated kernel), and for communication `dtype`, `ranks`, `unit`, `channels`, `safe=yes`, `collective`, `moves` (its
-  bytes, when not its definition's).
-- SIZES: one a write; `=NAME` for an alias, `none` for a node that defines nothing. A wait or view that
-  says nothing defines aliases of what it reads. Undeclared reads are inputs of no size.
-- A time without SOURCE is `given`. Text after `#` is a comment. Origins print as one (FX nodes | module | line of the
-  user's program), and a comment of that form is read as one; of schedules that are equal they may differ.
+  bytes, if they differ from the collective's definition).
+- SIZES: one for each write; `=NAME` for an alias, `none` for a node that defines no buffer. A wait or view without
+  sizes defines aliases of what it reads. Undeclared reads are inputs of size 0.
+- A time without SOURCE is `given`. Text after `#` is a comment. A node's origin is printed as a comment (FX nodes |
+  module | line of the user's program) and parsed from it; equal schedules may have different origins.
 
-Names with other characters than letters, digits and `%_.$/+-` are quoted as in JSON.
+Names with characters other than letters, digits and `%_.$/+-` are quoted as in JSON.
 """
 
 from __future__ import annotations

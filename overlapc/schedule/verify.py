@@ -1,4 +1,4 @@
-"""Rules that every schedule keeps: one small function for each rule, run after every stage and pass.
+"""Rules that every schedule must satisfy: one small function for each rule, run after every stage and pass.
 
 A rule yields the problems it finds; `verify` raises ScheduleError for the first one, with the lines of the
 schedule around it. Every rule is linear in nodes and edges.
@@ -24,7 +24,7 @@ _SHOWN = 6  # lines of the schedule that an error shows
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A broken rule, its position, and the position up to which to show the order (None shows no lines)."""
+    """A violation of a rule: message, position, and the other end of the lines to show (no lines if `at` is None)."""
 
     message: str
     at: int | None = None
@@ -40,11 +40,11 @@ def verify(
     limit_bytes: int | None = None,
     merged: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> None:
-    """Raise ScheduleError if a rule is broken.
+    """Raise ScheduleError if a rule is violated.
 
-    where: the stage or pass to name. reference: what the schedule was made from; nodes and the order of
-    collectives are compared with it. limit_bytes: the peak that the schedule claims to stay within.
-    merged: nodes that stand for several of the reference.
+    where: the stage or pass to name in the error. reference: the schedule that this one was made from; nodes and the
+    order of collectives are compared with it. limit_bytes: the peak memory that the schedule claims not to exceed.
+    merged: nodes that replace several nodes of the reference, with the names of these.
     """
     for problem in problems(
         schedule,
@@ -65,7 +65,7 @@ def problems(
     limit_bytes: int | None = None,
     merged: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Iterator[Problem]:
-    """All broken rules that `verify` would report, worst first."""
+    """Yield all violations, the most serious first; `verify` reports the first one."""
     yield from reads_are_defined(schedule)
     if reference is not None:
         yield from is_complete(schedule, reference, merged)
@@ -79,7 +79,7 @@ def problems(
 
 
 def reads_are_defined(schedule: Schedule) -> Iterator[Problem]:
-    """Every name is a buffer, inputs and earlier writes are all that is read, outputs exist."""
+    """Every name is a buffer; a read buffer is an input or was written earlier; outputs exist."""
     buffers, producers = schedule.buffers, schedule.producers
     for at, node in enumerate(schedule.nodes):
         for name in (*node.reads, *node.writes, *node.mutates):
@@ -104,7 +104,7 @@ def reads_are_defined(schedule: Schedule) -> Iterator[Problem]:
 def is_complete(
     schedule: Schedule, reference: Schedule, merged: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 ) -> Iterator[Problem]:
-    """No node was lost, added or doubled; a merged node reads and writes all that its members did."""
+    """No node was lost, added or duplicated; a merged node reads and writes everything that its members did."""
     inside = {member: name for name, members in merged.items() for member in members}
     had = {inside.get(node.name, node.name) for node in reference.nodes}
     has = {node.name for node in schedule.nodes}
@@ -125,7 +125,7 @@ def is_complete(
 
 
 def starts_are_waited_once(schedule: Schedule) -> Iterator[Problem]:
-    """Every WAIT has its START, and no output of a START has two WAITs (a coalesced one may have one an output)."""
+    """Every WAIT has its START, and each output of a START has at most one WAIT."""
     waited: dict[str, str] = {}
     for at, node in enumerate(schedule.nodes):
         if node.kind is not Kind.WAIT:
@@ -142,7 +142,7 @@ def starts_are_waited_once(schedule: Schedule) -> Iterator[Problem]:
 
 
 def results_are_waited_for(schedule: Schedule) -> Iterator[Problem]:
-    """Only waits and views touch what a START writes; everything else reads the wait's result."""
+    """Only WAIT and VIEW nodes read what a START writes; all other nodes read the wait's result."""
     for at, node in enumerate(schedule.nodes):
         if node.kind in (Kind.WAIT, Kind.VIEW):
             continue
@@ -170,7 +170,7 @@ def is_topological(schedule: Schedule) -> Iterator[Problem]:
 def keeps_collective_order(
     schedule: Schedule, reference: Schedule, merged: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 ) -> Iterator[Problem]:
-    """Starts of each process group stand in the order of the reference, merged ones where their members did."""
+    """The STARTs of each process group are in the order of the reference; merged ones where their members were."""
     inside = {member: name for name, members in merged.items() for member in members}
     wanted = {
         group: [name for name, _ in groupby(inside.get(name, name) for name in names)]
@@ -184,7 +184,7 @@ def keeps_collective_order(
 
 
 def fits(schedule: Schedule, limit_bytes: int) -> Iterator[Problem]:
-    """The exact peak is within the limit."""
+    """The exact peak memory is within the limit."""
     profile = analyze(schedule)
     if profile.peak_bytes > limit_bytes:
         yield Problem(
@@ -194,7 +194,7 @@ def fits(schedule: Schedule, limit_bytes: int) -> Iterator[Problem]:
 
 
 def collective_order(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Process group -> its starts and synchronous collectives by name, in the order they are issued."""
+    """Return, by process group, the names of its STARTs and synchronous collectives in launch order."""
     order: dict[str, list[str]] = {}
     for node in schedule.nodes:
         if node.kind in COMMUNICATION and node.comm is not None:
@@ -211,7 +211,7 @@ def _too_early(schedule: Schedule, at: int, name: str) -> str:
 
 
 def _in_flight(schedule: Schedule, name: str) -> str | None:
-    """The START behind a name, unless a wait's result or another node's lies between."""
+    """Return the START that writes a buffer, directly or behind views; None if another node writes it."""
     while True:
         at = schedule.producers.get(name)
         if at is None:
@@ -226,7 +226,7 @@ def _in_flight(schedule: Schedule, name: str) -> str | None:
 
 
 def _lines(schedule: Schedule, problem: Problem) -> list[str]:
-    """The statement at fault marked with `>`, with the lines up to `until` or a few around it."""
+    """Return the statement at fault, marked with `>`, with the lines up to `until` or a few around it."""
     if problem.at is None:
         return []
     last = problem.until if problem.until is not None else problem.at
@@ -238,7 +238,7 @@ def _lines(schedule: Schedule, problem: Problem) -> list[str]:
 
 
 def brief(schedule: Schedule, at: int) -> str:
-    """One node in its short form: `%y = kernel(%h, %w0)`."""
+    """Return one node in its short form: `%y = kernel(%h, %w0)`."""
     node = schedule.nodes[at]
     names = ", ".join(node.writes) or node.name
     group = f" @{node.group}" if node.group else ""
