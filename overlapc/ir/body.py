@@ -1,10 +1,10 @@
-"""Loop bodies: what one iteration of a kernel computes, as a hash-consed DAG of typed values.
+"""Loop bodies: the computation of one iteration of a kernel, as a hash-consed DAG of typed values.
 
-A value is made once: building an equal one again returns the same object, so equality is identity, shared work
-is shared by construction, and a rewrite is a function from value to value.
+Building a value that equals an existing one returns that object, so equality is identity, common subexpressions are
+shared by construction, and a rewrite is a function from value to value.
 
-Dtypes: a value's `dtype` is what the kernel computes in. `LOW_PRECISION` are memory formats: a `Load` of them
-yields float32, a `Store` to them rounds, and `Cast` to one of them rounds through it and yields float32.
+Dtypes: a value's `dtype` is the one in which the kernel computes. `LOW_PRECISION` are memory formats: a `Load` of one
+yields float32, a `Store` to one rounds, and a `Cast` to one rounds to it and yields float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a kernel computes on elements stored as `dtype`."""
+    """Return the dtype in which a kernel computes on elements stored as `dtype`."""
     return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
@@ -33,7 +33,7 @@ _made: WeakValueDictionary[tuple[Any, ...], Value]
 
 
 class _Interned(type):
-    """Returns the one existing value for equal arguments."""
+    """Metaclass that returns the existing value for equal arguments."""
 
     _fields: tuple[str, ...]  # fields that distinguish values of this class
 
@@ -54,11 +54,11 @@ class Value(metaclass=_Interned):
         return (type(self), *[getattr(self, name) for name in type(self)._fields])
 
     def operands(self) -> tuple[Value, ...]:
-        """The values this one is computed from."""
+        """Return the values that this value is computed from."""
         return ()
 
     def indices(self) -> tuple[sympy.Expr, ...]:
-        """The index expressions this value contains itself."""
+        """Return the index expressions in this value itself, not in its operands."""
         return ()
 
 
@@ -69,8 +69,8 @@ _made = WeakValueDictionary()
 class Load(Value):
     """Read `buffer[index]`, stored as `memory_dtype`.
 
-    Where `mask` (bool) is false nothing is read and the value is 0. `indirect` binds symbols of `index` to integer
-    values of this body, as in `table[4096*i0 + p1]` with i0 loaded from memory; they are already in bounds.
+    Where `mask` (bool) is false, nothing is read and the value is 0. `indirect` binds symbols of `index` to integer
+    values of this body, as in `table[4096*i0 + p1]` with i0 loaded from memory; they must be in bounds.
     """
 
     buffer: str
@@ -99,7 +99,7 @@ class Constant(Value):
     dtype: torch.dtype
 
     def _key(self) -> tuple[Any, ...]:
-        # repr tells 0.0 from -0.0 and 1 from 1.0 and True, which compare equal.
+        # repr distinguishes 0.0 from -0.0, and 1 from 1.0 and True, which compare equal.
         return (Constant, repr(self.number), self.dtype)
 
 
@@ -116,10 +116,11 @@ class Index(Value):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op(Value):
-    """An element-wise operation; `name` is one of `OPERATIONS`, arguments have one dtype unless it says otherwise.
+    """An element-wise operation. `name` is one of `OPERATIONS`; its arguments have one dtype, except where noted there.
 
-    `coarse`: a few units in the last place do not matter (lowering/precision.py), and a generator may approximate. The
-    operation says so itself, independently of its readers, so that it gives the same bits in every kernel.
+    `coarse`: errors of a few units in the last place do not matter (lowering/precision.py), so a generator may use an
+    approximation. This is a property of the operation and not of its readers, so it gives the same bits in every
+    kernel.
     """
 
     name: str
@@ -133,7 +134,7 @@ class Op(Value):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cast(Value):
-    """`arg` converted to `to` as `tensor.to` does; to a low-precision float it rounds and yields float32."""
+    """`arg` converted to dtype `to` as by `tensor.to`; a cast to a low-precision float rounds and yields float32."""
 
     arg: Value
     to: torch.dtype
@@ -148,10 +149,10 @@ class Cast(Value):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checked(Value):
-    """`arg`, where `condition` (bool) holds; where it does not, the launch fails with IndexError(`message`).
+    """`arg`, with a check: if `condition` (bool) is false anywhere, the launch fails with IndexError(`message`).
 
-    The kernel goes on with `arg` either way, so whatever `arg` guards needs a mask of its own. On a GPU the failure is
-    a device-side assert.
+    The kernel continues with `arg` in either case, so an access at `arg` needs its own mask. On a GPU, the failure is a
+    device-side assert.
     """
 
     arg: Value
@@ -168,11 +169,11 @@ class Checked(Value):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduce(Value):
-    """`arg` reduced over all reduction loops of the kernel; the same for every iteration of them.
+    """`arg` reduced over all reduction loops of the kernel; the same value in every iteration of these.
 
-    `kind` is one of `REDUCTIONS`. argmax/argmin yield the int64 position in the flattened reduction space,
-    the first on ties, a NaN before all numbers. "dot" is the sum of a product, an `Op` "mul" of two float32 values:
-    an element of a matrix product. Factors that are `Cast` to a low precision may be multiplied in it.
+    `kind` is one of `REDUCTIONS`. argmax/argmin yield the int64 position in the flattened reduction space: the first on
+    ties, and a NaN counts as the extreme. "dot" is the sum of a product (an `Op` "mul" of two float32 values): an
+    element of a matrix product. Factors that are a `Cast` to a low precision may be multiplied in that precision.
     """
 
     kind: str
@@ -185,12 +186,12 @@ class Reduce(Value):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scan(Value):
-    """`arg` combined over the iterations of the reduction loops up to this one, itself included.
+    """`arg` combined over the iterations of the reduction loops up to and including this one.
 
-    The loops run in their order, the innermost fastest. `position` counts their iterations as an index expression, so
-    that it stays true when loops are split or merged. `kind` is one of `SCANS`: a NaN stays, "logsumexp" is the
-    logarithm of a sum of exponentials, argmax/argmin yield the int64 position of the extreme so far, the last on ties,
-    a NaN before all numbers (as torch.cummax does).
+    The loops run in order, the innermost fastest. `position` is the number of the iteration as an index expression,
+    which remains correct when loops are split or merged. `kind` is one of `SCANS`: a NaN propagates, "logsumexp" is the
+    logarithm of a sum of exponentials, and argmax/argmin yield the int64 position of the extreme so far: the last on
+    ties, and a NaN counts as the extreme (as in torch.cummax).
     """
 
     kind: str
@@ -205,7 +206,7 @@ class Scan(Value):
         return (self.position,)
 
 
-# Number of arguments of every operation. Floats follow IEEE and C's math.h, NaN included; integers wrap.
+# Number of arguments of every operation. Floats follow IEEE and C's math.h, also for NaN; integers wrap around.
 OPERATIONS: Mapping[str, int] = {
     **dict.fromkeys(
         "neg abs sign signbit reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan "
@@ -213,7 +214,7 @@ OPERATIONS: Mapping[str, int] = {
         "logical_not bitwise_not bitcast".split(),
         1,
     ),
-    # bitcast: the same bits as the dtype that it says, an integer of the float's size or the reverse.
+    # bitcast: the same bits as the `dtype` of the Op: a float as an integer of the same size, or the reverse.
     # maximum/minimum propagate NaN; remainder has the divisor's sign (Python), fmod the dividend's (C);
     # floor_div rounds down, trunc_div toward zero, both exact for integers; `div` is for floats only.
     **dict.fromkeys(
@@ -223,21 +224,21 @@ OPERATIONS: Mapping[str, int] = {
         2,
     ),
     "where": 3,  # condition (bool), value if true, value if false
-    "fma": 3,  # a * b + c of floats with one rounding; generators make none of their own of "mul" and "add"
-    # Of key, upper counter and position (int64 each), as runtime/philox.py has it: a word from 0 to 2^32 - 1 as int64,
-    # and a float32 of [0, 1) from its upper 24 bits.
+    "fma": 3,  # a * b + c of floats with one rounding; generators never contract "mul" and "add" into it
+    # Both take key, upper counter and position (int64 each), as in runtime/philox.py. "random_word" is a number from 0
+    # to 2^32 - 1 as int64, "random" a float32 in [0, 1) from its upper 24 bits.
     "random_word": 3,
     "random": 3,
 }
 COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not logical_and logical_or logical_xor".split())
 REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "dot")
 SCANS = ("sum", "prod", "logsumexp", "max", "min", "argmax", "argmin")
-ATOMICS = ("add", "max", "min")  # how a `Store` may combine
-TOTALS = ("sum", "prod")  # reductions that a `Store` may do
+ATOMICS = ("add", "max", "min")  # modes of a `Store` that combine atomically
+TOTALS = ("sum", "prod")  # modes of a `Store` that reduce
 
 
 def op(name: str, *args: Value, dtype: torch.dtype | None = None) -> Op:
-    """`Op` with its dtype derived: bool for comparisons, the last argument's otherwise."""
+    """Return an `Op` whose dtype, unless given, is bool for comparisons, else that of the last argument."""
     assert OPERATIONS[name] == len(args), f"{name} takes {OPERATIONS[name]} arguments, got {len(args)}"
     if dtype is None:
         dtype = torch.bool if name in COMPARISONS else args[-1].dtype
@@ -248,11 +249,11 @@ def op(name: str, *args: Value, dtype: torch.dtype | None = None) -> Op:
 class Store:
     """Write `value` to `buffer[index]`, rounded to the buffer's dtype.
 
-    `mode` "set" writes it. A mode of `ATOMICS` combines it atomically with what is there (iterations may share an
-    element): "add" on float32, float64 and integers of 4 or 8 bytes, "max" and "min" on such integers only. A mode of
-    `TOTALS` makes the element the total of `value` over all iterations that reach it, in an order that is always the
-    same: so one pass over the rows of a matrix also reduces its columns. A total is known only when the kernel is done.
-    Where `mask` (bool) is false nothing is written. `indirect` binds symbols of `index` as in `Load`.
+    `mode` "set" writes the value. A mode in `ATOMICS` combines it atomically with the element in memory (iterations may
+    share an element): "add" on float32, float64 and integers of 4 or 8 bytes, "max" and "min" only on such integers. A
+    mode in `TOTALS` writes the total of `value` over all iterations that store to the element, in a fixed order: one
+    pass over the rows of a matrix can so reduce its columns, too. A total is known only when the kernel has finished.
+    Where `mask` (bool) is false, nothing is written. `indirect` binds symbols of `index` as in `Load`.
     """
 
     buffer: str
@@ -262,8 +263,8 @@ class Store:
     mode: str = "set"  # or one of ATOMICS, or one of TOTALS
     mask: Value | None = None
     indirect: tuple[tuple[sympy.Symbol, Value], ...] = ()
-    wide: bool = False  # readers in the same kernel get the value as it was before it was rounded to `memory_dtype`
-    total_dtype: torch.dtype | None = None  # of `LOW_PRECISION`: a total is rounded to it before it is stored
+    wide: bool = False  # readers in the same kernel use the value before it is rounded to `memory_dtype`
+    total_dtype: torch.dtype | None = None  # a `LOW_PRECISION` dtype to which a total is rounded before it is stored
 
     def operands(self) -> tuple[Value, ...]:
         index_values = tuple(value for _, value in self.indirect)
@@ -271,12 +272,12 @@ class Store:
 
     @property
     def is_atomic(self) -> bool:
-        """Whether the element keeps part of what was there."""
+        """Whether the store combines the value with the element in memory."""
         return self.mode in ATOMICS
 
     @property
     def is_total(self) -> bool:
-        """Whether the element is a total over iterations."""
+        """Whether the element becomes a total over iterations."""
         return self.mode in TOTALS
 
 
@@ -290,12 +291,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Body:
-    """A kernel: parallel loops, reduction loops inside them, and what is stored.
+    """A kernel: parallel loops, reduction loops inside them, and stores.
 
-    Values and stores that use no reduction symbol (a `Reduce` hides those of its argument) run once per iteration
-    of the parallel loops; all others once per iteration of all loops. Iterations are independent, except that a
-    `Reduce` needs all iterations of the reduction loops first, and a `Scan` the earlier ones. Loops are named p0, p1, …
-    and r0, r1, … in order, outermost first, so that equal kernels compare and hash equal.
+    Values and stores that do not depend on reduction symbols (a `Reduce` does not, whatever its argument) run once per
+    iteration of the parallel loops; all others run once per iteration of all loops. Iterations are independent, except
+    that a `Reduce` needs all iterations of the reduction loops first, and a `Scan` the earlier ones. Loops are named
+    p0, p1, … and r0, r1, … in order, outermost first, so that equal kernels compare and hash equal.
     """
 
     loops: tuple[Loop, ...]
@@ -307,39 +308,39 @@ class Body:
         return tuple(topological(value for store in self.stores for value in store.operands()))
 
     def values(self) -> tuple[Value, ...]:
-        """Every value once, operands before users."""
+        """Return every value once, operands before users."""
         return self._values
 
     def checks(self) -> list[str]:
-        """Messages of all checks, each once, in order of their values."""
+        """Return the messages of all checks, each once, in the order of the values."""
         return list(dict.fromkeys(value.message for value in self.values() if isinstance(value, Checked)))
 
     def loads(self) -> list[Load]:
-        """Every load once, in order of the values."""
+        """Return every load once, in the order of the values."""
         return [value for value in self.values() if isinstance(value, Load)]
 
     def dots(self) -> list[Reduce]:
-        """Matrix products in it."""
+        """Return the matrix products ("dot" reductions)."""
         return [value for value in self.values() if isinstance(value, Reduce) and value.kind == "dot"]
 
     def stores_terms(self) -> bool:
-        """Whether something is stored for every iteration of the reduction loops."""
+        """Whether a store runs once per iteration of the reduction loops."""
         reduced = {loop.symbol for loop in self.reduction}
         roots = [value for store in self.stores for value in store.operands()]
         varies = depends_on(roots, reduced)
         return any(varies[value] for value in roots) or any(reduced & store.index.free_symbols for store in self.stores)
 
     def scans(self) -> bool:
-        """Whether the reduction loops must run in their order."""
+        """Whether there are scans, so that the reduction loops must run in order."""
         return any(isinstance(value, Scan) for value in self.values())
 
     def expressions(self) -> set[sympy.Expr]:
-        """Every index expression and loop size in it."""
+        """Return all index expressions and loop sizes."""
         found = {loop.size for loop in (*self.loops, *self.reduction)} | {store.index for store in self.stores}
         return found.union(*(value.indices() for value in self.values()))
 
     def ranges(self) -> Ranges:
-        """What each loop symbol runs over."""
+        """Return the range of each loop symbol."""
         return ranges_of((*self.loops, *self.reduction))
 
     @cached_property
@@ -347,15 +348,15 @@ class Body:
         return numel(loop.size for loop in self.loops), numel(loop.size for loop in self.reduction)
 
     def numel(self) -> sympy.Expr:
-        """Iterations of the parallel loops."""
+        """Return the number of iterations of the parallel loops."""
         return self._numels[0]
 
     def reduction_numel(self) -> sympy.Expr:
-        """Iterations of the reduction loops; 1 without any."""
+        """Return the number of iterations of the reduction loops; 1 if there are none."""
         return self._numels[1]
 
     def size_symbols(self) -> list[sympy.Symbol]:
-        """Symbols that are neither loops nor indirect: the sizes a launch must pass, by name."""
+        """Return the symbols that are neither loops nor indirect, sorted by name: the sizes that a launch must pass."""
         exprs = [loop.size for loop in (*self.loops, *self.reduction)]
         own_symbols: set[sympy.Symbol] = {loop.symbol for loop in (*self.loops, *self.reduction)}
         for value in self.values():
@@ -374,12 +375,12 @@ class Body:
 
 
 def ranges_of(loops: Iterable[Loop]) -> Ranges:
-    """(symbol, first, last) of each loop, as `indexing` asks for it."""
+    """Return (symbol, first, last) of each loop, in the form that `indexing` takes."""
     return tuple((loop.symbol, sympy.S.Zero, loop.size - 1) for loop in loops)
 
 
 def topological(roots: Iterable[Value]) -> list[Value]:
-    """Every value reachable from `roots` once, operands before users. Not recursive: fused bodies are deep."""
+    """Return every value reachable from `roots` once, operands before users. Not recursive: fused bodies are deep."""
     order: list[Value] = []
     done: set[Value] = set()
     stack: list[tuple[Value, Iterator[Value]]] = []
@@ -402,7 +403,7 @@ def topological(roots: Iterable[Value]) -> list[Value]:
 
 
 def depends_on(roots: Iterable[Value], symbols: Iterable[sympy.Symbol]) -> dict[Value, bool]:
-    """For every value under `roots`: whether it varies with `symbols`; a `Reduce` never does."""
+    """Return, for every value under `roots`, whether it varies with `symbols`; a `Reduce` never does."""
     wanted = set(symbols)
     varies: dict[Value, bool] = {}
     for value in topological(roots):
@@ -414,7 +415,7 @@ def depends_on(roots: Iterable[Value], symbols: Iterable[sympy.Symbol]) -> dict[
 
 
 def reduction_depth(roots: Iterable[Value]) -> dict[Value, int]:
-    """For every value: how many reductions must be finished one after another before it is known."""
+    """Return, for every value, the number of reductions that must finish one after another before it is known."""
     depth: dict[Value, int] = {}
     for value in topological(roots):
         below = max((depth[operand] for operand in value.operands()), default=0)
@@ -423,5 +424,5 @@ def reduction_depth(roots: Iterable[Value]) -> dict[Value, int]:
 
 
 def as_number(value: Value) -> float | int | bool | None:
-    """The number of a `Constant`, else None."""
+    """Return the number of a `Constant`; None for any other value."""
     return cast(Constant, value).number if isinstance(value, Constant) else None

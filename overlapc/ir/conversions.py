@@ -1,4 +1,4 @@
-"""Values as lowering and fusion write them: numbers, sizes and casts as torch converts them."""
+"""Numbers, sizes and casts as values, with torch's conversion rules, for lowering and fusion."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_number(expr: sympy.Expr) -> bool:
 
 
 def number(expr: sympy.Expr) -> Value:
-    """A floating-point expression over sizes, such as `1.0/ToFloat(s0)`, in double as Python computes it."""
+    """Return the value of an expression over sizes, such as `1.0/ToFloat(s0)`, computed in double as in Python."""
     if expr.is_Integer or expr.is_Float or expr.is_Rational:
         return Constant(float(expr), torch.float64)
     if expr.is_integer:
@@ -58,7 +58,7 @@ def number(expr: sympy.Expr) -> Value:
 
 
 def cast(value: Value, dtype: torch.dtype) -> Value:
-    """`value` in the dtype that a kernel computes `dtype` in; no rounding to low precision."""
+    """Return `value` in the compute dtype of `dtype`, without rounding to low precision."""
     target = compute_dtype(dtype)
     if value.dtype == target:
         return value
@@ -70,25 +70,26 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
 
 
 def converted(value: Value, source: torch.dtype, dtype: torch.dtype) -> Value:
-    """An element of a `source` tensor as conversion to `dtype` leaves it, rounded if that is a low precision."""
+    """Convert an element of a `source` tensor to `dtype`, rounding it if that is a low precision."""
     wide = cast(value, dtype)
     return wide if source is dtype or dtype not in LOW_PRECISION else Cast(wide, dtype)
 
 
-# Operations that yield one of the numbers they are given, or its opposite, or a whole number no longer than it.
+# Operations whose result needs no more bits than their operands: an operand, its negation, or an operand rounded to an
+# integer.
 _KEEPS = frozenset("neg abs relu maximum minimum where copysign sign floor ceil trunc round".split())
 _FRACTION_BITS = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def as_read(store: Store, value: Value) -> Value:
-    """What a reader fused into the kernel of `store` computes with: `value`, rounded as in memory."""
+    """Return `value` as a reader in the kernel of `store` must use it: rounded as in memory."""
     if store.wide or store.memory_dtype not in LOW_PRECISION or _is_rounded(value, store.memory_dtype):
         return value
     return Cast(value, store.memory_dtype)
 
 
 def numbers_last(body: Body) -> Body:
-    """`body` with `x * 2` for `2 * x`: forward and backward may write either, and equal values are computed once."""
+    """Return `body` with `x * 2` in place of `2 * x`, because forward and backward may contain either form."""
 
     def swapped(value: Value) -> Value | None:
         if not isinstance(value, Op) or value.name not in ("add", "mul"):
@@ -101,7 +102,7 @@ def numbers_last(body: Body) -> Body:
 
 
 def rounded_once(body: Body) -> Body:
-    """`body` without conversions that its stores repeat; the same object if there are none."""
+    """Return `body` without casts to the dtype that its stores round to anyway; the same object if there are none."""
     stores = tuple(
         dataclasses.replace(store, value=store.value.arg)
         if isinstance(store.value, Cast) and store.value.to is store.memory_dtype and store.mode == "set"
@@ -112,7 +113,7 @@ def rounded_once(body: Body) -> Body:
 
 
 def _is_rounded(value: Value, dtype: torch.dtype) -> bool:
-    """Whether the value is known to be rounded to `dtype` already, from the operation that makes it."""
+    """Whether the operations that compute a value show that it is already rounded to `dtype`."""
     pending, seen = [value], {value}
     while pending:
         value = pending.pop()
@@ -142,12 +143,12 @@ def _is_rounded(value: Value, dtype: torch.dtype) -> bool:
     return True
 
 
-# What a reduction over nothing yields; maxima and minima of nothing are errors before they get here.
+# The result of a reduction over no elements; maxima and minima of no elements are rejected earlier.
 _IDENTITY = {"sum": 0, "dot": 0, "prod": 1, "any": False, "all": True}
 
 
 def without_trivial_reductions(body: Body) -> Body:
-    """`body` with every reduction over at most one element replaced by its result."""
+    """Return `body` with every reduction over at most one element replaced by its result."""
     empty = any(loop.size == 0 for loop in body.reduction)
     if not body.reduction or not (empty or all(is_one(loop.size) for loop in body.reduction)):
         return body
@@ -164,7 +165,7 @@ def without_trivial_reductions(body: Body) -> Body:
 
 
 def constant(number: Any, dtype: torch.dtype) -> Constant:
-    """`number` as a constant of `dtype`, converted as torch converts a Python number: integers wrap."""
+    """Return `number` as a constant of `dtype`, converted as torch converts a Python number: integers wrap around."""
     if dtype == torch.bool:
         return Constant(bool(number), dtype)
     if dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Truth values that follow from other conditions, for branches of a `where`."""
+"""Truth values of conditions that follow from other conditions, for the branches of a `where`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
 
 
 def learn(condition: Value, holds: bool, facts: dict[Value, bool]) -> None:
-    """Adds to `facts` everything that follows from `condition` being true or false: itself, its parts, its opposite."""
+    """Add to `facts` everything that follows from the truth of `condition`: on itself, its parts and its opposite."""
     facts[condition] = holds
     if not isinstance(condition, Op):
         return
@@ -27,7 +27,7 @@ def learn(condition: Value, holds: bool, facts: dict[Value, bool]) -> None:
 
 
 def known_truth(condition: Value, facts: Mapping[Value, bool]) -> bool | None:
-    """The truth of a condition according to `facts`; None if they do not decide it."""
+    """Return the truth of a condition according to `facts`; None if they do not decide it."""
     if condition in facts:
         return facts[condition]
     if isinstance(condition, Op) and condition.name == "logical_and":
@@ -37,7 +37,7 @@ def known_truth(condition: Value, facts: Mapping[Value, bool]) -> bool | None:
 
 
 def unseen_where_masked(body: Body) -> frozenset[Load]:
-    """Loads whose value is used only where their mask is true: elsewhere a select replaces it."""
+    """Return the masked loads whose value is used only where their mask is true; a `where` replaces it elsewhere."""
     masked = [load for load in body.loads() if load.mask is not None]
     if not masked:
         return frozenset()
@@ -58,7 +58,7 @@ def unseen_where_masked(body: Body) -> frozenset[Load]:
                 learn(value.args[0], holds, facts)
                 used(branch, known[value] | frozenset(facts.items()))
         else:
-            # Addresses, reduced values and checked values are computed whichever branch is selected.
+            # Addresses, reduced values and checked values are used whichever branch is selected.
             passed = nothing if isinstance(value, Load | Reduce | Scan | Checked) else known[value]
             for operand in value.operands():
                 used(operand, passed)

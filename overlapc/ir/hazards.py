@@ -1,4 +1,4 @@
-"""When a kernel may write over memory that it also reads."""
+"""Conditions under which a kernel may overwrite memory that it also reads."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from overlapc.ir.body import Body, Load, Reduce, Store, Value, depends_on, reduc
 
 
 def scatters(body: Body) -> bool:
-    """Whether iterations may write elements in any order, several to the same one, or leave some unwritten."""
+    """Whether iterations may write elements in any order, write the same element, or leave elements unwritten."""
     return any(store.is_atomic or store.indirect or store.mask is not None for store in body.stores)
 
 
 def overwrites_in_place(body: Body, store: Store, read: Collection[str]) -> bool:
-    """Whether `store` may go to the very memory that `body` reads as the buffers of `read`.
+    """Whether `store` may write to the memory that `body` reads as the buffers in `read`.
 
-    Each iteration must have read its element before it stores it, and nothing may need the old one later: the same
-    index everywhere, elements of one size, and no pass over the reduction after the store.
+    Each iteration must read its element before it overwrites it, and the old element must not be needed later. So all
+    accesses must have the same index and element size, and no pass over the reduction may follow the store.
     """
     loads = [load for load in body.loads() if load.buffer in read]
     if not loads:
@@ -39,7 +39,7 @@ def overwrites_in_place(body: Body, store: Store, read: Collection[str]) -> bool
     if symbols & store.index.free_symbols:
         depth = reduction_depth([each.value for each in body.stores])
         return depth[store.value] == max(depth.values())
-    # Once a row, after its passes: none of them may have looked at the element, nor may the store of each of its items.
+    # The store runs once per row, after all passes: neither reductions nor stores per item may depend on the element.
     varies = depends_on([value for each in body.stores for value in each.operands()], symbols)
     items = [
         each.value
@@ -50,7 +50,7 @@ def overwrites_in_place(body: Body, store: Store, read: Collection[str]) -> bool
 
 
 def _needed_by(roots: Collection[Value], loads: Collection[Load]) -> bool:
-    """Whether any of `roots` is computed from one of `loads`, through reductions too."""
+    """Whether any of `roots` is computed from one of `loads`, also through reductions."""
     wanted, stack, seen = set(loads), list(roots), set(roots)
     while stack:
         value = stack.pop()

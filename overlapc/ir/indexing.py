@@ -1,8 +1,8 @@
-"""Index expressions: sympy integers over loop symbols and sizes, and what is known about their ranges.
+"""Index expressions: sympy integers over loop symbols and sizes, and their ranges.
 
 An index counts elements of a flat buffer. `FloorDiv` and `ModularIndexing` are torch's own sympy functions
 (`ModularIndexing(base, divisor, modulus)` is `(base // divisor) % modulus`). Everything here is exact for
-symbolic sizes; where nothing can be proved the expression stays as it is, which is slower, never wrong.
+symbolic sizes; if nothing can be proved, an expression is left unchanged, which is slower but never wrong.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import lru_cache
 import sympy
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing, PythonMod
 
-Bounds = tuple[sympy.Expr, sympy.Expr]  # lowest and highest value, both reached at most
+Bounds = tuple[sympy.Expr, sympy.Expr]  # lower and upper bound, both inclusive
 Ranges = tuple[tuple[sympy.Symbol, sympy.Expr, sympy.Expr], ...]  # symbol, lowest, highest: hashable Bounds
 
 
 @lru_cache(None)
 def loop_symbol(prefix: str, position: int) -> sympy.Symbol:
-    """`p0`, `p1`, … for parallel loops, `r0`, … for reduction loops, `i0`, … for indices loaded from memory."""
+    """Return a symbol: `p0`, `p1`, … for parallel loops, `r0`, … for reduction loops, `i0`, … for loaded indices."""
     return sympy.Symbol(f"{prefix}{position}", integer=True, nonnegative=prefix != "i")
 
 
@@ -43,7 +43,7 @@ _PLAIN = (sympy.Add, sympy.Mul, sympy.Pow, FloorDiv, ModularIndexing, Mod, Pytho
 
 @lru_cache(200_000)
 def is_plain(expr: sympy.Expr) -> bool:
-    """Whether generators can print the expression: integer arithmetic, no detour through floats."""
+    """Whether generators can print the expression: it is integer arithmetic without floats."""
     if expr.is_Integer or expr.is_Symbol:
         return True
     return isinstance(expr, _PLAIN) and all(is_plain(arg) for arg in expr.args)
@@ -51,14 +51,14 @@ def is_plain(expr: sympy.Expr) -> bool:
 
 @lru_cache(200_000)
 def bounds(expr: sympy.Expr, ranges: Ranges) -> Bounds | None:
-    """Interval of `expr`; None when a part has no known range."""
+    """Return bounds of `expr`; None if a part of it has no known range."""
     if expr.is_Integer:
         return expr, expr
     if expr.is_Symbol:
         for symbol, low, high in ranges:
             if symbol == expr:
                 return low, high
-        # A size: a constant of the kernel, its own bound.
+        # A size is constant within the kernel, and so its own bound.
         return (expr, expr) if expr.is_nonnegative else None
     if isinstance(expr, sympy.Add):
         low, high = sympy.S.Zero, sympy.S.Zero
@@ -77,7 +77,7 @@ def bounds(expr: sympy.Expr, ranges: Ranges) -> Bounds | None:
             if not at_most(sympy.S.Zero, part[0]):
                 if part[0] != part[1] or not at_most(part[1], sympy.S.Zero):
                     return None
-                low, high = high * part[0], low * part[0]  # a negative constant turns the interval around
+                low, high = high * part[0], low * part[0]  # a negative constant swaps the bounds
             elif at_most(sympy.S.Zero, low):
                 low, high = low * part[0], high * part[1]
             elif at_most(high, sympy.S.Zero):
@@ -97,7 +97,7 @@ def bounds(expr: sympy.Expr, ranges: Ranges) -> Bounds | None:
 
 
 def exact_quotient(term: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
-    """`term / divisor` where that is an integer for every value of the symbols; else None."""
+    """Return `term / divisor` if that is an integer for every value of the symbols; else None."""
     if divisor.is_Integer:
         coefficient, rest = term.as_coeff_Mul()
         if coefficient.is_Integer and coefficient % divisor == 0:
@@ -108,7 +108,7 @@ def exact_quotient(term: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
 
 
 def _split(expr: sympy.Expr, divisor: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """`expr == quotient * divisor + rest` with as many whole terms as possible in the quotient."""
+    """Return (quotient, rest) with `expr == quotient * divisor + rest`; quotient has every divisible term."""
     quotient, rest = [], []
     for term in sympy.Add.make_args(expr):
         whole = exact_quotient(term, divisor)
@@ -123,7 +123,7 @@ def _split(expr: sympy.Expr, divisor: sympy.Expr) -> tuple[sympy.Expr, sympy.Exp
 
 
 def _only_quotient(expr: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> sympy.Expr | None:
-    """`expr // divisor` where that is one number for all of `ranges`."""
+    """Return `expr // divisor` if it is the same number everywhere in `ranges`; else None."""
     part = bounds(expr, ranges)
     if part is None:
         return None
@@ -168,10 +168,10 @@ def _modular(base: sympy.Expr, divisor: sympy.Expr, modulus: sympy.Expr, ranges:
 
 
 def _low_digit(expr: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-    """(scale, scaled, digit) with `expr == scale * scaled + digit`, 0 <= digit < scale, and scale a factor of divisor.
+    """Return (scale, scaled, digit): `expr == scale * scaled + digit`, 0 <= digit < scale, and scale divides divisor.
 
-    128*p0 + r0 with r0 < 128, by 4096, is (128, p0, r0): what is divided by 4096 there is p0 by 32. The scale is the
-    largest that can be told from the coefficients, 1 when there is none.
+    For 128*p0 + r0 with r0 < 128 and divisor 4096, it is (128, p0, r0): dividing by 4096 is then dividing p0 by 32. The
+    scale is the largest that follows from the coefficients, or 1.
     """
     if not divisor.is_Integer:
         return sympy.S.One, expr, sympy.S.Zero
@@ -192,7 +192,7 @@ def _low_digit(expr: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> tuple[s
 
 
 def _rejoined(expr: sympy.Expr) -> sympy.Expr:
-    """`expr` with quotient and remainder of one division rejoined: `64*(x // 64) + x % 64` becomes x."""
+    """Return `expr` with quotient and remainder of the same division combined: `64*(x // 64) + x % 64` becomes x."""
     if not isinstance(expr, sympy.Add) or not expr.has(ModularIndexing):
         return expr
     for term in expr.args:
@@ -208,7 +208,7 @@ def _rejoined(expr: sympy.Expr) -> sympy.Expr:
 
 @lru_cache(200_000)
 def simplify(expr: sympy.Expr, ranges: Ranges) -> sympy.Expr:
-    """`expr` with divisions and remainders resolved where the ranges of its symbols allow it."""
+    """Return `expr` with divisions and remainders simplified where the ranges of its symbols allow it."""
     if not expr.has(FloorDiv, ModularIndexing):
         return expr if expr.is_Atom else sympy.expand(expr)
     if isinstance(expr, FloorDiv):
@@ -227,7 +227,7 @@ def _replace(expr: sympy.Expr, pairs: tuple[tuple[sympy.Symbol, sympy.Expr], ...
 
 
 def substitute(expr: sympy.Expr, replacement: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
-    """All symbols replaced at once; not simplified."""
+    """Return `expr` with all symbols replaced simultaneously; the result is not simplified."""
     pairs = tuple((symbol, replacement[symbol]) for symbol in _symbols(expr) if symbol in replacement)
     return _replace(expr, pairs) if pairs else expr
 
@@ -238,7 +238,7 @@ def _symbols(expr: sympy.Expr) -> tuple[sympy.Symbol, ...]:
 
 
 def free_symbols(exprs: Iterable[sympy.Expr]) -> set[sympy.Symbol]:
-    """Every symbol in any of the expressions."""
+    """Return all symbols in the expressions."""
     found: set[sympy.Symbol] = set()
     for expr in exprs:
         found.update(_symbols(expr))
@@ -246,14 +246,14 @@ def free_symbols(exprs: Iterable[sympy.Expr]) -> set[sympy.Symbol]:
 
 
 def flat_index(position: Sequence[sympy.Expr], stride: Sequence[sympy.Expr], offset: sympy.Expr) -> sympy.Expr:
-    """Element number of `position` in a strided layout."""
+    """Return the element number of `position` in a strided layout."""
     return sympy.Add(offset, *(at * step for at, step in zip(position, stride, strict=True)))
 
 
 def position_in(
     index: sympy.Expr, size: Sequence[sympy.Expr], stride: Sequence[sympy.Expr], ranges: Ranges
 ) -> list[sympy.Expr]:
-    """The position whose `flat_index` is `index`, for a dense layout (each element has one position)."""
+    """Return the position whose `flat_index` is `index`, in a dense layout (where each element has one position)."""
     return [
         sympy.S.Zero if is_one(extent) else simplify(ModularIndexing(index, step, extent), ranges)
         for extent, step in zip(size, stride, strict=True)
@@ -261,7 +261,7 @@ def position_in(
 
 
 def is_dense(size: Sequence[sympy.Expr], stride: Sequence[sympy.Expr]) -> bool:
-    """Whether the layout covers its elements once and without gaps, in any order of dims."""
+    """Whether the layout has no gaps and no overlaps, in any order of dims."""
     expected = sympy.S.One
     dims = [(step, extent) for extent, step in zip(size, stride, strict=True) if not is_one(extent)]
     while dims:
@@ -276,5 +276,5 @@ def is_dense(size: Sequence[sympy.Expr], stride: Sequence[sympy.Expr]) -> bool:
 
 
 def numel(size: Iterable[sympy.Expr]) -> sympy.Expr:
-    """Elements of a tensor of this size."""
+    """Return the number of elements of a tensor of this size."""
     return sympy.expand(sympy.Mul(*size))

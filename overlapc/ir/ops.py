@@ -1,7 +1,7 @@
-"""Ops: what a lowered graph is made of. Each becomes one node of a schedule, alone or fused with others.
+"""Ops: the elements of a lowered graph. Each becomes one node of a schedule, alone or fused with others.
 
-A *buffer* is a name for memory; a *view* is a buffer seen through a layout. Layouts are those of eager PyTorch (the
-fake tensors of the FX graph), so a view op never becomes an op: it is another layout over the same buffer.
+A *buffer* is a name for memory; a *view* is a buffer with a layout. Layouts are those of eager PyTorch (the fake
+tensors of the FX graph), so a view op of torch does not become an op here, but another layout of the same buffer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.utils import _pytree as pytree
 from overlapc.ir.body import Body, Load
 from overlapc.ir.indexing import flat_index, is_dense, is_one
 
-# Why there shall be no such kernel on the device; None if it is welcome.
+# Returns the reason why a kernel is unsupported on a device; None if it is supported.
 Refuse = Callable[[torch.device, Body], str | None]
 
 
 def nothing_refused(device: torch.device, body: Body) -> str | None:
-    """A `Refuse` that refuses no kernel."""
+    """Accept every kernel (a `Refuse`)."""
     return None
 
 
-# What the functions of an attention read: one score, and in backward the gradient of what became of it.
+# The loads in the functions of an attention: a score, and in backward the gradient of the function's result.
 SCORE = Load("score", sympy.S.Zero, torch.float32)
 GRADIENT = Load("gradient", sympy.S.Zero, torch.float32)
 
@@ -42,26 +42,29 @@ class Layout:
     offset: sympy.Expr = sympy.S.Zero
 
     def at(self, position: tuple[sympy.Expr, ...]) -> sympy.Expr:
-        """Element number of `position` in the buffer."""
+        """Return the element number of `position` in the buffer."""
         return flat_index(position, self.stride, self.offset)
 
     def is_dense(self) -> bool:
-        """Whether the elements fill their span of memory exactly once, in any order of dims."""
+        """Whether the layout has no gaps and no overlaps, in any order of dims."""
         return is_dense(self.size, self.stride)
 
     def storage_numel(self) -> sympy.Expr:
-        """Elements from the start of the buffer to the last one that is reachable; 0 for an empty tensor."""
+        """Return the number of elements from the buffer's start to the last reachable one; 0 for an empty tensor."""
         if any(extent == 0 for extent in self.size):
             return sympy.S.Zero
         last = sympy.Add(*((extent - 1) * step for extent, step in zip(self.size, self.stride, strict=True)))
         return sympy.expand(self.offset + last + 1)
 
     def storage_bytes(self) -> sympy.Expr:
-        """The same as `storage_numel`, in bytes."""
+        """Return `storage_numel` in bytes."""
         return self.storage_numel() * self.dtype.itemsize
 
     def dim_order(self) -> list[int]:
-        """Dims from the outermost in memory to the innermost; dims of size 1 keep their positions."""
+        """Return the dims of a size other than 1, from the outermost in memory to the innermost.
+
+        They stay in order if a stride is 0.
+        """
 
         def key(dim: int) -> tuple[int, int]:
             step = self.stride[dim]
@@ -72,13 +75,13 @@ class Layout:
 
 
 def _rank(stride: sympy.Expr) -> int:
-    """A number that orders symbolic strides as any large enough sizes would."""
+    """Return a number that orders symbolic strides as large sizes would."""
     return int(stride.subs(dict.fromkeys(stride.free_symbols, 4099)))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor: a buffer and the layout it is seen through."""
+    """A tensor: a buffer and a layout."""
 
     buffer: str
     layout: Layout
@@ -102,7 +105,7 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """FX nodes and user code that an op comes from."""
+    """The FX nodes and user code that an op comes from."""
 
     fx: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()  # "file:line: code" of each innermost user frame
@@ -110,21 +113,21 @@ class Provenance:
 
     @property
     def source(self) -> str:
-        """The first line, or ""."""
+        """The first line, or "" without one."""
         return self.lines[0] if self.lines else ""
 
     def joined(self, other: Provenance) -> Provenance:
-        """The union of two origins, without duplicates; module and line of this one come first."""
+        """Return the union of two origins without duplicates; module and lines of this one come first."""
         fx, lines = (tuple(dict.fromkeys(both)) for both in (self.fx + other.fx, self.lines + other.lines))
         return Provenance(fx, lines, self.module or other.module)
 
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """A generated kernel: `body` writes `outputs` (name and layout each) on `device`.
+    """A generated kernel: `body` writes `outputs` on `device`.
 
-    It may also change memory in place: `mutates` names what it changes as it is called afterwards (the body stores
-    to these names), `before` the contents that it changes.
+    It may also change memory in place: `mutates` are the changed buffers by their names after the change (to which the
+    body stores), `before` are their names before the change.
     """
 
     name: str
@@ -138,7 +141,7 @@ class Loops:
 
 @dataclass(frozen=True, slots=True)
 class Combo:
-    """Independent generated kernels in one launch; `overlapc.fusion.combo` decides which may share one."""
+    """Independent generated kernels in one launch; `overlapc.fusion.combo` decides which kernels may share a launch."""
 
     name: str
     parts: tuple[Loops, ...]
@@ -159,19 +162,19 @@ class Combo:
 
 @dataclass(frozen=True, slots=True)
 class BlockLists:
-    """Which blocks of scores are computed: torch's `BlockMask`, read at run time.
+    """The blocks of scores that are computed: torch's `BlockMask`, read at run time.
 
-    `lists` holds, by kind, how many blocks each row of blocks has and which: "keys" and "full_keys" for blocks of
-    queries, "queries" and "full_queries" for blocks of keys. In full blocks every score counts.
+    `lists` has, by kind, the number of blocks in each row of blocks, and their indices: "keys" and "full_keys" for
+    blocks of queries, "queries" and "full_queries" for blocks of keys. In full blocks, no score is masked.
     """
 
-    query_size: int  # queries of a block
-    key_size: int
+    query_size: int  # queries in a block
+    key_size: int  # keys in a block
     lists: Mapping[str, tuple[View, View]]
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The views of all its tensors, which a kernel reads."""
+        """The views of all tensors of the lists, which a kernel reads."""
         return tuple(view for pair in self.lists.values() for view in pair)
 
 
@@ -181,10 +184,11 @@ class Attention:
 
         score[b, h, q, k] = sum over d of query[b, h, q, d] * key[b, h // group, k, d] * scale
 
-    `tensors` and `results` go by role: query, key and value to out, logsumexp and maximum (both to base 2); or all
-    of these but the maximum, grad_out and maybe grad_logsumexp, to grad_query, grad_key and grad_value. Functions are
-    bodies over the loops b, h, q and k that store one value: `score` and `gradient` a float32 of SCORE (and GRADIENT),
-    `mask` whether the score counts. None: the score itself, its gradient itself, all scores.
+    `tensors` and `results` are keyed by role. Forward computes out, logsumexp and maximum (both to base 2) from query,
+    key and value; backward computes grad_query, grad_key and grad_value from all of these except the maximum, grad_out
+    and possibly grad_logsumexp. Functions are bodies over the loops b, h, q and k that store one value: `score` and
+    `gradient` a float32 computed from SCORE (and GRADIENT), `mask` a bool, false for masked scores. If a function is
+    None, the score or the gradient is used unchanged, or no score is masked.
     """
 
     name: str
@@ -197,7 +201,7 @@ class Attention:
     mask: Body | None
     gradient: Body | None
     captured: tuple[View, ...]  # tensors that the functions read
-    kept: float | None  # share of the blocks that the mask leaves; None where only run time knows
+    kept: float | None  # share of the blocks that are not masked; None if known only at run time
     origin: Provenance = field(default_factory=Provenance, compare=False)
 
     @property
@@ -223,16 +227,16 @@ RefuseAttention = Callable[[Attention], str | None]
 
 
 def attention_refused(op: Attention) -> str | None:
-    """A `RefuseAttention` that refuses every attention: for devices without such kernels."""
+    """Reject every attention (a `RefuseAttention`), for devices without generated attention kernels."""
     return f"no generated attention on {op.device.type}"
 
 
 @dataclass(frozen=True, slots=True)
 class Extern:
-    """A call of `target`: library kernels, fallbacks and every other op without generated code.
+    """A call of `target`: a library kernel, a fallback or any other op without generated code.
 
-    `args` and `kwargs` hold views, handles, sympy sizes and Python values. `result` mirrors what the call returns,
-    with a view for each tensor and a handle for everything else.
+    `args` and `kwargs` hold views, handles, sympy sizes and Python values. `result` has the structure of the returned
+    value, with a view for each tensor and a handle for everything else.
     """
 
     name: str
@@ -240,30 +244,28 @@ class Extern:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     result: Any
-    mutates: tuple[View, ...] = ()  # as they are called after the mutation
+    mutates: tuple[View, ...] = ()  # by their names after the mutation
     out: bool = False  # the call takes its one result as `out=`
     fallback: bool = False  # generated code was possible in principle; counted and reported
     pure: bool = True  # may be dropped if its result is not read
-    comm: Any = (
-        None  # set on communication that waits for itself, or that is unknown: a barrier for other communication
-    )
+    comm: Any = None  # set on communication that blocks, or whose kind is unknown: a barrier for other communication
     origin: Provenance = field(default_factory=Provenance, compare=False)
 
     @property
     def arguments(self) -> tuple[Any, dict[str, Any]]:
-        """`args` and `kwargs` as one structure."""
+        """`args` and `kwargs` in one structure."""
         return self.args, dict(self.kwargs)
 
     @property
     def outputs(self) -> tuple[View | Handle, ...]:
-        """Views that the call defines; arguments that it returns are not among them."""
+        """The views and handles that the call defines, without arguments that it returns."""
         given = {view.buffer for view in (*inputs_of(self), *self.mutates)}
         return tuple(leaf for leaf in named_in(self.result) if leaf.buffer not in given)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Puts a collective in flight. `call` launches it; its outputs may be read only after their `Wait`."""
+    """A launch of a collective by `call`; it is then in flight, and its outputs may be read only after their `Wait`."""
 
     name: str
     call: Extern
@@ -277,7 +279,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Blocks until `source` has arrived; `result` is another name for the same memory."""
+    """A wait for the output `source` of a collective; `result` is another name for the same memory."""
 
     name: str
     source: View
@@ -294,34 +296,34 @@ IROp = Kernel | Extern | Start | Wait
 
 
 def loops_of(op: IROp) -> tuple[Loops, ...]:
-    """The loop kernels that launching `op` runs; none for an op without generated code."""
+    """Return the loop kernels that a launch of `op` runs; none for an op without generated loops."""
     if isinstance(op, Combo):
         return op.parts
     return (op,) if isinstance(op, Loops) else ()
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Leaves of nested tuples, lists and dicts; a view is a leaf."""
+    """Return the leaves of nested tuples, lists and dicts; a view is a leaf."""
     return pytree.tree_leaves(tree)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same structure with `function` of each leaf."""
+    """Return the structure with `function` applied to each leaf."""
     return pytree.tree_map(function, tree)
 
 
 def named_in(tree: Any) -> list[View | Handle]:
-    """Views and handles in a structure, which have names."""
+    """Return the views and handles in a structure."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View | Handle)]
 
 
 def views_in(tree: Any) -> list[View]:
-    """The views in a structure."""
+    """Return the views in a structure."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View)]
 
 
 def inputs_of(op: IROp) -> Iterator[View | Handle]:
-    """Views and handles that an extern, start, wait or attention reads. Other kernels read by loads."""
+    """Yield the views and handles that an extern, start, wait or attention reads; other kernels read through loads."""
     if isinstance(op, Attention):
         yield from op.inputs
     elif isinstance(op, Wait):
@@ -332,17 +334,17 @@ def inputs_of(op: IROp) -> Iterator[View | Handle]:
         yield from named_in(op.arguments)
 
 
-# Whose ops of no argument `storage_offset` take a tensor for its elements, wherever they lie.
+# Namespaces whose ops depend only on the elements of their tensors, unless they have an argument `storage_offset`.
 _NAMESPACES = frozenset(
     {"aten", "prims", "fsdp", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "overlapc"}
 )
 
 
 def sees_where_memory_begins(op: Extern) -> bool:
-    """Whether the call's result depends on how far into its memory an argument lies, or may (an op of the user's).
+    """Whether the call's result depends, or may depend (a user's op), on the storage offset of an argument.
 
-    `as_strided` and `as_strided_scatter` count from the memory's first element; branches and loop bodies may hold
-    calls of them.
+    `as_strided` and `as_strided_scatter` count from the first element of the storage; branches and loop bodies may
+    contain calls of them.
     """
     target = getattr(op.target, "copies_results_of", op.target)
     if not isinstance(target, torch._ops.OpOverload):
@@ -352,7 +354,7 @@ def sees_where_memory_begins(op: Extern) -> bool:
 
 
 def buffers_read(op: IROp) -> set[str]:
-    """Names of all buffers whose contents the op needs."""
+    """Return the names of all buffers whose contents the op reads."""
     if isinstance(op, Loops | Combo):
         parts = loops_of(op)
         return {load.buffer for part in parts for load in part.body.loads()}.union(*(part.before for part in parts))
@@ -360,38 +362,38 @@ def buffers_read(op: IROp) -> set[str]:
 
 
 def buffers_written(op: IROp) -> list[str]:
-    """Names that the op defines, mutated buffers' new names included."""
+    """Return the names that the op defines, including the new names of mutated buffers."""
     mutated = [view.buffer for view in op.mutates] if isinstance(op, Extern | Loops | Combo) else []
     return [view.buffer for view in op.outputs] + mutated
 
 
 @dataclass(slots=True)
 class LoweredGraph:
-    """All ops of one FX graph, in order, and what surrounds them."""
+    """The ops of one FX graph, in order, with its inputs, buffers and outputs."""
 
     name: str
     inputs: tuple[str, ...]  # argument names in call order; views in `views`, or sympy expressions in `scalars`
-    views: dict[str, View]  # every buffer's own full view, inputs and constants included
+    views: dict[str, View]  # every buffer's own full view, including inputs and constants
     scalars: dict[str, sympy.Expr]  # symbolic arguments
-    constants: dict[str, Any]  # tensors and modules that the graph carries along
-    aliases: dict[str, str]  # buffer -> the one whose memory it shares
-    sources: dict[str, str]  # symbol known only at run time -> the buffer that brings it
+    constants: dict[str, Any]  # tensors and modules that are attributes of the graph
+    aliases: dict[str, str]  # buffer -> the buffer whose memory it shares
+    sources: dict[str, str]  # symbol known only at run time -> the buffer that holds its value
     ops: list[IROp]
     outputs: tuple[Any, ...]  # views, sympy expressions, None or Python values
     size_hints: dict[str, int]  # value of each symbol when the graph was traced
-    attention: list[str] = field(default_factory=list)  # which kernel each flex attention takes, and why
+    attention: list[str] = field(default_factory=list)  # the kernel chosen for each flex attention, and the reason
     order: dict[str, tuple[str, ...]] = field(
         default_factory=dict
-    )  # op -> ops it runs after though it reads nothing of them
+    )  # op -> ops that must run before it although it does not read their results
 
     def root(self, buffer: str) -> str:
-        """The buffer that owns the memory."""
+        """Return the buffer that owns the memory."""
         while buffer in self.aliases:
             buffer = self.aliases[buffer]
         return buffer
 
     def hint(self, expr: sympy.Expr) -> int:
-        """`expr` with the traced sizes put in; an unbacked size counts as 1 (its bytes are unknown)."""
+        """Return `expr` for the traced sizes; an unbacked size counts as 1, because its bytes are unknown."""
         if expr.is_Integer:
             return int(expr)
         known = {symbol: self.size_hints.get(str(symbol), 1) for symbol in expr.free_symbols}
@@ -408,7 +410,7 @@ class LoweredGraph:
 
 
 def describe(op: IROp) -> str:
-    """One line: `mm: extern aten.mm.default(primals_1, view) -> mm f32[64, 64]`."""
+    """Return a line for one op: `mm: extern aten.mm.default(primals_1, view) -> mm`."""
     outputs = ", ".join(buffers_written(op)) or "nothing"
     reads = ", ".join(sorted(buffers_read(op)))
     if isinstance(op, Attention):

@@ -1,4 +1,4 @@
-"""Loop bodies as text, for dumps, tests and generated comments."""
+"""Prints loop bodies as text, for dumps, tests and generated comments."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _SHORT = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`f32`, `bf16`, `i64`; other dtypes by torch's own name."""
+    """Return the short name of a dtype, such as `f32`, `bf16` or `i64`, or else torch's name."""
     return _SHORT.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def print_body(body: Body) -> str:
-    """One line per loop, value and store; stores that run once per parallel iteration are marked `outer`.
+    """Return a line with the loops, and one for each value and store.
+
+    Stores that run once per iteration of the parallel loops are marked `outer`.
 
     ::
 

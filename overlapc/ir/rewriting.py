@@ -1,4 +1,4 @@
-"""Functions from body to body: other loops, other values, the one form that equal kernels share."""
+"""Rewrites of bodies: changing loops, replacing values, and the canonical form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from overlapc.ir.indexing import free_symbols, loop_symbol, simplify, substitute
 
 
 def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Expr], sympy.Expr]) -> Value:
-    """`value` over other operands (in the order of `operands()`) and with each index expression mapped."""
+    """Return `value` with new operands (in the order of `operands()`) and with `index` applied to its expressions."""
     if isinstance(value, Load):
         indirect = tuple((symbol, new) for (symbol, _), new in zip(value.indirect, operands, strict=False))
         mask = operands[-1] if value.mask is not None else None
@@ -51,9 +51,10 @@ def rewrite_values(
     index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
     replace: Callable[[Value], Value | None] = lambda value: None,
 ) -> dict[Value, Value]:
-    """Maps every value under `roots`: operands first, then `index` on its expressions, then `replace`.
+    """Return a mapping from every value under `roots` to its replacement.
 
-    `replace` sees the rebuilt value and may return another for it.
+    Each value is rebuilt from its new operands, with `index` applied to its expressions. `replace` is called with the
+    rebuilt value, and may return another value for it, or None to keep it.
     """
     new: dict[Value, Value] = {}
     for value in topological(roots):
@@ -70,7 +71,7 @@ def rewrite(
     index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
     replace: Callable[[Value], Value | None] = lambda value: None,
 ) -> Body:
-    """`body` over other loops, with every index expression and value mapped."""
+    """Return `body` with other loops, and with its values rewritten as in `rewrite_values`."""
     new = rewrite_values((value for store in body.stores for value in store.operands()), index, replace)
     return with_values(body, loops, reduction, new, index)
 
@@ -82,7 +83,7 @@ def with_values(
     new: Mapping[Value, Value],
     index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
 ) -> Body:
-    """The stores of `body` over other loops and with other values."""
+    """Return `body` with other loops, with its values replaced as in `new`, and `index` applied to its stores."""
     stores = tuple(
         dataclasses.replace(
             store,
@@ -102,13 +103,16 @@ def with_loops(
     loops: tuple[Loop, ...],
     reduction: tuple[Loop, ...],
 ) -> Body:
-    """`body` with each old loop symbol written in terms of new loops."""
+    """Return `body` with other loops, replacing each old loop symbol by an expression in the new ones."""
     ranges = ranges_of((*loops, *reduction))
     return rewrite(body, loops, reduction, lambda expr: simplify(substitute(expr, replacement), ranges))
 
 
 def canonical(body: Body) -> Body:
-    """Loops of size 1 dropped, neighbours merged where every index allows it, loops renamed p0… and r0…."""
+    """Return the canonical form of `body`, in which equal kernels are equal.
+
+    Loops of size 1 are removed, adjacent loops are merged if every index allows it, and loops are named p0… and r0….
+    """
     loops, reduction = list(body.loops), list(body.reduction)
     replacement: dict[sympy.Symbol, sympy.Expr] = {}
     for group in (loops, reduction):
@@ -131,7 +135,7 @@ def canonical(body: Body) -> Body:
             if merged is None:
                 at += 1
                 continue
-            renamed[group[at].symbol] = sympy.S.Zero  # the inner loop's symbol counts for both from here on
+            renamed[group[at].symbol] = sympy.S.Zero  # the inner loop's symbol now runs over both loops
             group[at + 1], exprs = merged
             del group[at]
         named.append(tuple(Loop(loop_symbol(prefix, at), loop.size) for at, loop in enumerate(group)))
@@ -143,7 +147,7 @@ def canonical(body: Body) -> Body:
 
 @lru_cache(20_000)
 def _merge(outer: Loop, inner: Loop, exprs: frozenset[sympy.Expr]) -> tuple[Loop, frozenset[sympy.Expr]] | None:
-    """One loop for two, when every expression depends on `outer * inner.size + inner` only."""
+    """Merge two loops; None unless every expression depends on `outer * inner.size + inner` only."""
     merged = set()
     for expr in exprs:
         symbols = free_symbols((expr,))
@@ -159,7 +163,7 @@ def _merge(outer: Loop, inner: Loop, exprs: frozenset[sympy.Expr]) -> tuple[Loop
 
 
 def with_sums(body: Body) -> Body:
-    """`body` with its matrix products as plain sums, for a generator without tensor cores."""
+    """Return `body` with its matrix products as plain sums, for a generator without tensor cores."""
     if not body.dots():
         return body
 

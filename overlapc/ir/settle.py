@@ -1,9 +1,9 @@
-"""Removes conditions on positions that always hold, or never hold.
+"""Removes conditions on positions that are always true or always false.
 
     where(p0 >= 0, a, b)   ->   a
     load x[i0], i0 = p0 checked to be in 0 … n-1   ->   load x[p0]
 
-Inlining and cutting leave such conditions behind: a table that is read at `arange`, the parts of joined tensors.
+They are left by inlining and by splitting loops: a table that is read at `arange`, the parts of concatenated tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPARES = frozenset("lt ge le gt eq ne".split())
 
 
 def with_known_positions(body: Body) -> Body:
-    """`body` with loads at a position that is computed, not read, as plain loads; the same object if there are none."""
+    """Return `body` with indirect loads whose index is an index expression as plain loads; itself if there are none."""
     index_values = [value for load in body.loads() for _, value in load.indirect]
     if not any(isinstance(value.arg if isinstance(value, Checked) else value, Index) for value in index_values):
         return body
@@ -39,7 +39,7 @@ def _at_known_position(value: Value) -> Value:
 
 
 def whole_number(value: Value) -> sympy.Expr | None:
-    """`value` as an index expression, where it is a position or a constant."""
+    """Return `value` as an index expression if it is an index or an integer constant, else None."""
     if isinstance(value, Index):
         return value.expr
     if isinstance(value, Constant) and not value.dtype.is_floating_point:
@@ -48,7 +48,7 @@ def whole_number(value: Value) -> sympy.Expr | None:
 
 
 def settled(value: Value, ranges: Ranges) -> Value:
-    """`value` without a condition that always holds here, or never."""
+    """Return `value` simplified if its condition is always true or always false within `ranges`; else itself."""
     if isinstance(value, Load) and value.mask is not None:
         holds = as_number(value.mask)
         if holds is False:
@@ -86,7 +86,10 @@ def _compared(value: Op, ranges: Ranges) -> Value:
 
 
 def _both(args: Sequence[Value], *, settles: bool) -> Value | None:
-    """Of two conditions the one that is left where the other is known, or what the known one `settles`."""
+    """Simplify "and" (settles=False) or "or" (settles=True) of two conditions if one is a constant; None if neither is.
+
+    A constant equal to `settles` decides the result; otherwise the result is the other condition.
+    """
     for one, other in (args, args[::-1]):
         known = as_number(one)
         if known is not None:

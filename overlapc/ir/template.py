@@ -1,4 +1,4 @@
-"""Templates of kernels that differ only in their buffers, and perhaps in one size: one function can serve all of them.
+"""Templates of kernels that differ only in their buffers and possibly in one size, so that they can share a function.
 
    y[p0] = exp(a[p0]) for p0 < 4096;  z[p0] = exp(b[p0]) for p0 < 100
 -> both are  b1[p0] = exp(b0[p0]) for p0 < n
@@ -19,7 +19,7 @@ SIZE = sympy.Symbol("n", integer=True, positive=True)
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A body over buffers b0, b1, …; where `size` is given, its one loop has `SIZE` iterations."""
+    """A body with buffers b0, b1, …; if `size` is not None, its only loop has `SIZE` iterations."""
 
     body: Body
     buffers: tuple[str, ...]  # the buffers that b0, b1, … replace
@@ -27,7 +27,7 @@ class Template:
 
 
 def template_of(body: Body) -> Template:
-    """`body` and what tells it from others of its kind."""
+    """Return the template of `body`, with the buffers and the size that are its own."""
     accesses: list[Load | Store] = [*body.loads(), *body.stores]
     buffers = tuple(dict.fromkeys(access.buffer for access in accesses))
     names = {buffer: f"b{at}" for at, buffer in enumerate(buffers)}
@@ -46,5 +46,5 @@ def template_of(body: Body) -> Template:
 
 
 def rough_kind(body: Body) -> tuple[int, ...]:
-    """Cheap to compute, and equal for kernels of one template."""
+    """Return a key that is cheap to compute and equal for kernels of the same template."""
     return len(body.values()), len(body.stores), len(body.loops), len(body.reduction)
