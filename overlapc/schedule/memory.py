@@ -344,13 +344,13 @@ class MemoryTimeline:
         for at, (kept, found) in enumerate(zip(self.during_bytes, whole, strict=True)):
             if kept != found:
                 raise ScheduleError(
-                    f"{self._schedule.name}: after positions {low} to {high - 1} changed, {kept} B are said to be live"
-                    f" at {self._schedule.nodes[self.order[at]].name}, and {found} B are\n"
+                    f"{self._schedule.name}: after a change of positions {low} to {high - 1}, {kept} B are recorded as"
+                    f" live at {self._schedule.nodes[self.order[at]].name}, but {found} B are live\n"
                     "hint: please report the schedule; OVERLAPC_DUMP=passes writes it"
                 )
         if self.peak_bytes != max(whole, default=self._life.base_bytes):
             raise ScheduleError(
-                f"{self._schedule.name}: the peak is said to be {self.peak_bytes} B, not {max(whole)} B"
+                f"{self._schedule.name}: the recorded peak is {self.peak_bytes} B, but the peak is {max(whole)} B"
             )
 
     def _window(self, low: int, nodes: Sequence[int]) -> _Window:

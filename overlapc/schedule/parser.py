@@ -80,7 +80,7 @@ class _Draft:
     def _define(self, statement: Statement) -> None:
         names = statement.take_names()
         statement.expect("=", "after the names a statement defines")
-        op = statement.take("word", "what to do: an op, input or buffer")
+        op = statement.take("word", "an op, input or buffer")
         if op in ("input", "buffer") and statement.peek_mark() != "(":
             self._declare(statement, names, is_input=op == "input")
         else:
@@ -163,7 +163,7 @@ class _Keys:
             if key not in _KEYS:
                 statement.fail(unknown_name("key", key, _KEYS))
             if key in keys.given:
-                statement.fail(f"{key}= a second time")
+                statement.fail(f"{key}= is given twice")
             keys.given.add(statement.take("word"))
             statement.expect("=", f"after {key}")
             if key in _BYTE_KEYS:
@@ -249,7 +249,7 @@ def _sizes(statement: Statement, names: Sequence[str]) -> list[Buffer]:
         if at:
             statement.expect(",", f"and the size of {name}")
         if statement.accept("="):
-            sized.append(Buffer(name, 0, alias_of=statement.take("word", "the name it is an alias of")))
+            sized.append(Buffer(name, 0, alias_of=statement.take("word", "the name of the aliased buffer")))
         else:
             sized.append(Buffer(name, statement.take_bytes()))
     return sized

@@ -96,7 +96,7 @@ def _tail(schedule: Schedule, node: Node) -> str:
     if node.estimate is not None:
         source = node.estimate.source
         if "]" in source or "\n" in source:
-            raise ScheduleError(f"{node.name}: the estimate's source {source!r} may not hold ']' or a line break")
+            raise ScheduleError(f"{node.name}: the estimate's source {source!r} must not contain ']' or a line break")
         parts.append(format_ns(node.estimate.ns) + ("" if source == "given" else f" [{source}]"))
     return "  ".join(parts)
 

@@ -190,13 +190,15 @@ def _parts(first: Sequence[_Line], second: Sequence[_Line], third: Sequence[_Lin
             None,
         )
         if turned is None:
-            raise Irregular(f"{_shown(second[at + done[1] - done[0]])} does not continue what came before it")
+            raise Irregular(
+                f"{_shown(second[at + done[1] - done[0]])} has numbers that do not continue the lines before it"
+            )
         yield part(room - turned)
         yield part(length, repeats=True)
     rest = {len(each) - at for each, at in zip((first, second, third), done, strict=True)}
     if len(rest) > 1:
         raise Irregular(
-            f"the schedules grow by {len(second) - len(first)} and {len(third) - len(second)} lines a layer"
+            f"the schedules grow by {len(second) - len(first)} and {len(third) - len(second)} lines per layer"
         )
     yield part(rest.pop())
 
@@ -216,7 +218,7 @@ def _growth(first: Sequence[_Line], second: Sequence[_Line]) -> Iterator[tuple[i
             ):
                 break
         else:
-            raise Irregular(f"{_shown((*second[here:], *first[at:])[0])} is no repetition of what came before it")
+            raise Irregular(f"{_shown((*second[here:], *first[at:])[0])} does not repeat the lines before it")
         yield at, length
         extra += length
 
@@ -238,7 +240,7 @@ def _part(*versions: Sequence[_Line]) -> _Part:
     for more, version in enumerate(versions):
         for line, expected in zip(version, found.lines(more), strict=True):
             if not line.is_like(expected) or line.numbers != expected.numbers:
-                raise Irregular(f"{_shown(line)} is not what follows from fewer layers: {_shown(expected)}")
+                raise Irregular(f"{_shown(line)} differs from what fewer layers predict, {_shown(expected)}")
     return found
 
 

@@ -48,7 +48,7 @@ class Statement:
             name: str = json.loads(text)
             name.encode()  # fails for half of a surrogate pair
         except ValueError:
-            self.fail("this is not quoted as in JSON")
+            self.fail("this quoted name is not a valid JSON string")
         return name
 
     def peek_mark(self, ahead: int = 0) -> str | None:
@@ -108,7 +108,7 @@ class Statement:
     def finish(self) -> None:
         """Raise ScheduleError if tokens are left."""
         if self.at < len(self.tokens):
-            self.fail("did not expect this")
+            self.fail("unexpected token")
 
     def expect_ranks(self) -> range:
         """Take a rank, or a range of ranks such as 0-7."""
@@ -144,7 +144,7 @@ def statements(text: str) -> Iterator[Statement]:
         match = _TOKEN.match(text, at)
         column = at - begin
         if match is None:
-            raise _error(f"cannot read {text[at]!r}", lines[number - 1], number, column)
+            raise _error(f"unexpected character {text[at]!r}", lines[number - 1], number, column)
         at = match.end()
         kind = match.lastgroup
         if kind == "end":

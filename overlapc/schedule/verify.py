@@ -95,7 +95,7 @@ def reads_are_defined(schedule: Schedule) -> Iterator[Problem]:
                 yield Problem(_too_early(schedule, at, name), at, producer)
         for name in node.mutates:
             if not any(schedule.root(made) == schedule.root(name) for made in node.writes):
-                yield Problem(f"{node.name} overwrites {name} and defines no alias of it", at)
+                yield Problem(f"{node.name} overwrites {name} but defines no alias of it", at)
     for name in schedule.outputs:
         if name not in schedule.buffers:
             yield Problem(f"the output {name} is not a buffer of the schedule")
@@ -116,12 +116,12 @@ def is_complete(
             made = schedule.node(name)
             lost = [*(set(node.reads) - set(made.reads)), *(set(node.writes) - set(made.writes))]
             if lost:
-                yield Problem(f"{name} does without {lost[0]} of {node.name}", schedule.position(name))
+                yield Problem(f"{name} lacks {lost[0]} of its member {node.name}", schedule.position(name))
             if node.name in has:
-                yield Problem(f"{node.name} is there twice: in {name} too", schedule.position(node.name))
+                yield Problem(f"{node.name} occurs twice: alone and merged into {name}", schedule.position(node.name))
     for at, node in enumerate(schedule.nodes):
         if node.name not in had:
-            yield Problem(f"{node.name} is new", at)
+            yield Problem(f"{node.name} is not a node of the original schedule", at)
 
 
 def starts_are_waited_once(schedule: Schedule) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ def results_are_waited_for(schedule: Schedule) -> Iterator[Problem]:
         for name in node.reads:
             start = _in_flight(schedule, name)
             if start is not None and start != node.name:
-                yield Problem(f"{node.name} reads {name}, the result of {start}, and not its wait's", at)
+                yield Problem(f"{node.name} reads {name}, a result of {start}, instead of its wait's result", at)
 
 
 def is_topological(schedule: Schedule) -> Iterator[Problem]:
@@ -158,11 +158,11 @@ def is_topological(schedule: Schedule) -> Iterator[Problem]:
         if before >= after:
             early, late = schedule.nodes[after], schedule.nodes[before]
             reason = {
-                Why.DATA: f"{early.name} stands before {late.name}, whose result it uses",
-                Why.MUTATION: f"{early.name} stands before {late.name}; one overwrites what the other uses",
-                Why.AFTER: f"{early.name} stands before {late.name}, which it has to come after",
-                Why.COLLECTIVE_ORDER: f"{early.name} was raised over {late.name} of the same process group",
-                Why.BARRIER: f"{early.name} and {late.name} crossed: one is a barrier for communication",
+                Why.DATA: f"{early.name} comes before {late.name}, whose result it uses",
+                Why.MUTATION: f"{early.name} comes before {late.name}, but one overwrites a buffer of the other",
+                Why.AFTER: f"{early.name} comes before {late.name}, but must come after it",
+                Why.COLLECTIVE_ORDER: f"{early.name} was moved before {late.name} of the same process group",
+                Why.BARRIER: f"{early.name} was moved before {late.name}, but one is a barrier for communication",
             }[why]
             yield Problem(reason, after, before)
 
@@ -179,7 +179,7 @@ def keeps_collective_order(
     for group, names in collective_order(schedule).items():
         for found, expected in zip(names, wanted.get(group, ()), strict=False):
             if found != expected:
-                yield Problem(f"{found} starts where {expected} did on {group}", schedule.position(found))
+                yield Problem(f"{found} starts in the place of {expected} on {group}", schedule.position(found))
                 break
 
 
@@ -188,7 +188,7 @@ def fits(schedule: Schedule, limit_bytes: int) -> Iterator[Problem]:
     profile = analyze(schedule)
     if profile.peak_bytes > limit_bytes:
         yield Problem(
-            f"needs {human_bytes(profile.peak_bytes)} at its peak, and claimed {human_bytes(limit_bytes)}",
+            f"needs {human_bytes(profile.peak_bytes)} at its peak, but claims at most {human_bytes(limit_bytes)}",
             profile.peak_at,
         )
 

@@ -146,7 +146,7 @@ def test_a_merge_that_loses_something_is_caught():
     broken = replace(
         moved, nodes=tuple(replace(n, writes=("a", "b"), reads=("c",)) if n.name == "a+1" else n for n in moved.nodes)
     )
-    with pytest.raises(ScheduleError, match=r"a\+1 does without d of b"):
+    with pytest.raises(ScheduleError, match=r"a\+1 lacks d of its member b"):
         verify(broken, "test", reference=schedule, merged=report.merged)
 
 

@@ -220,9 +220,9 @@ def test_a_gather_passes_the_scatter_before_it_only_where_that_is_allowed():
 def test_a_new_order_of_collectives_is_kept_from_then_on():
     schedule, _ = raise_under_memory(parse(BACKWARD), Context(reorder_collectives=True))
     verify(schedule, "test")
-    with pytest.raises(ScheduleError, match="rs1 was raised over ag0"):
+    with pytest.raises(ScheduleError, match="rs1 was moved before ag0"):
         verify(schedule.move("ag0", after="rs1"), "test")
-    with pytest.raises(ScheduleError, match="ag0 starts where rs1 did"):
+    with pytest.raises(ScheduleError, match="ag0 starts in the place of rs1"):
         verify(schedule, "test", reference=parse(BACKWARD))
 
 

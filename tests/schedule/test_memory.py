@@ -98,5 +98,5 @@ def test_the_debug_mode_names_the_node_where_bytes_went_missing():
     timeline = MemoryTimeline(schedule, check=True)
     timeline.move(1, 2, 2)
     timeline.outside.values[0] += 1
-    with pytest.raises(ScheduleError, match="6 B are said to be live at a, and 5 B are"):
+    with pytest.raises(ScheduleError, match="6 B are recorded as live at a, but 5 B are live"):
         timeline.apply(1, [1, 2])

@@ -49,29 +49,29 @@ def test_more_layers_are_written_as_they_would_be_traced(layers):
 
 
 def test_a_time_that_changes_along_the_layers_is_irregular():
-    with pytest.raises(Irregular, match="is no repetition of what came before it"):
+    with pytest.raises(Irregular, match="does not repeat the lines before it"):
         repeated(few(3, 4, 5, time_of=lambda layer: f"{20 + layer}us"), 9)
 
 
 def test_the_third_schedule_has_to_confirm_what_two_say():
     schedules = {**few(3, 4), 5: step(5, wide=1)}
-    with pytest.raises(Irregular, match="loss is not what follows from fewer layers"):
+    with pytest.raises(Irregular, match="loss differs from what fewer layers predict"):
         repeated(schedules, 9)
 
 
 def test_numbers_that_grow_by_no_rule_are_irregular():
     schedules = few(3, 4, 5)
     odd = str(schedules[5]).replace("ag_2 ", "ag_77 ").replace("(ag_2)", "(ag_77)")
-    with pytest.raises(Irregular, match="does not continue"):
+    with pytest.raises(Irregular, match="do not continue"):
         repeated({**schedules, 5: parse(odd)}, 9)
 
 
 def test_more_growth_than_before_is_irregular():
-    with pytest.raises(Irregular, match="does not continue what came before it"):
+    with pytest.raises(Irregular, match="has numbers that do not continue the lines before it"):
         repeated({**few(3, 4), 5: step(6)}, 9)
     texts = {layers: str(each) for layers, each in few(3, 4, 5).items()}
     texts[5] = texts[5].rstrip() + ", h_0"  # returned too
-    with pytest.raises(Irregular, match="the schedules grow by 10 and 11 lines a layer"):
+    with pytest.raises(Irregular, match="the schedules grow by 10 and 11 lines per layer"):
         repeated({layers: parse(text) for layers, text in texts.items()}, 9)
 
 

@@ -152,17 +152,17 @@ def test_a_longer_name_moves_no_other_line():
         ("a = kernel(b) aftr=c", "line 1: no key named 'aftr'; nearest: after", 14),
         ("a = kernel(b); a = kernel(c)", "line 1: a is defined a second time", 28),
         ("a = kernle:x(b)", "line 1: no kind of node named 'kernle'; nearest: kernel", 4),
-        ("a ? b", "line 1: cannot read '?'", 2),
+        ("a ? b", "line 1: unexpected character '?'", 2),
         ("a = kernel(b) dtype=bf16", "line 1: dtype= needs a group: write @dp before it", 24),
         ("a = kernel(b); c = kernel(b) node=a", "line 1: a second node named a", 35),
         ("a = kernel(b c)\nd = kernel(a)", "line 1: expected ')' after the reads", 13),
         ("a = kernel(,)", "line 1: expected a name", 11),
         ("a = kernel(b) flops=many", "line 1: 'many' is not a whole number", 20),
-        ("a = kernel(b) flops=1 flops=2", "line 1: flops= a second time", 22),
+        ("a = kernel(b) flops=1 flops=2", "line 1: flops= is given twice", 22),
         ("a = kernel(b) read=", "line 1: expected a size", 19),
-        ("a = kernel(b) in=bf16,fp32", "line 1: did not expect this", 21),
-        ('a = kernel(b) : 1us "measured"', "line 1: did not expect this", 20),
-        ("a = kernel(b) : [measured]", "line 1: did not expect this", 16),
+        ("a = kernel(b) in=bf16,fp32", "line 1: unexpected token", 21),
+        ('a = kernel(b) : 1us "measured"', "line 1: unexpected token", 20),
+        ("a = kernel(b) : [measured]", "line 1: unexpected token", 16),
         ("a = all_gather(b) @dp ranks=0,x", "line 1: 'x' is neither a rank nor a range like 0-7", 30),
         ("a = all_gather(b) @dp ranks=0-", "line 1: '0-' is neither a rank nor a range like 0-7", 28),
         ("a = all_gather(b) @dp ranks=3-1", "line 1: '3-1' is neither a rank nor a range like 0-7", 28),
@@ -180,7 +180,7 @@ def test_errors_point_at_the_place(text, message, column):
 
 def test_what_the_format_cannot_say_is_refused():
     node = Node("y", Kind.KERNEL, "kernel", (), ("y",), estimate=Estimate(1.0, "a]b"))
-    with pytest.raises(ScheduleError, match="may not hold"):
+    with pytest.raises(ScheduleError, match="must not contain"):
         str(Schedule("s", (node,), {"y": Buffer("y", 0)}))
 
 
