@@ -1,7 +1,7 @@
-"""The ranks of this host as torch's elastic launcher starts them, and starts them again: each time watched again.
+"""Watches the ranks of this host each time torch's elastic launcher starts or restarts them.
 
-The launcher asks for places of logs whenever it starts ranks: for the first time, after a failure, and when ranks of
-other hosts failed, came or went. What ranks leave behind is of one such attempt, and lies in a folder of its own.
+The launcher asks for log files whenever it starts ranks: at first, after a failure, and when ranks of other hosts
+failed, joined or left. The files that ranks write belong to one such attempt, which has a folder of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from overlapc.launch.watch_ranks import Watch, forget
 
 
 class Attempts(DefaultLogsSpecs):
-    """Folder and watches of the current attempt; a context, as the last one has to end.
+    """The folder and the watches of the current attempt. A context manager, which ends the watches of the last attempt.
 
-    failure: says what failed on this host in an attempt that is over.
+    failure: returns what failed on this host in an attempt that has ended.
     """
 
     def __init__(self, logs: str, run_dir: Path, watchdog_s: float, failure: Callable[[Attempts], str]) -> None:
@@ -47,11 +47,11 @@ class Attempts(DefaultLogsSpecs):
         self._watches.close()
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called before ranks start, with the variables that each will have."""
-        failures = int(next(iter(envs.values()))["TORCHELASTIC_RESTART_COUNT"])  # of ranks of this host
+        """Prepare an attempt: torch calls this before ranks start, with the environment variables of each rank."""
+        failures = int(next(iter(envs.values()))["TORCHELASTIC_RESTART_COUNT"])  # counts failures on this host only
         if self._number:
-            why = self._failure(self) if failures > self._failures else "ranks of another host failed, came or went"
-            print(f"overlapc: {why}\noverlapc: all ranks start again", file=sys.stderr, flush=True)
+            why = self._failure(self) if failures > self._failures else "ranks of another host failed, joined or left"
+            print(f"overlapc: {why}\noverlapc: restarting all ranks", file=sys.stderr, flush=True)
             self._watches.close()
             self.folder = self._run_dir / f"attempt{self._number}"
         self._number, self._failures = self._number + 1, failures

@@ -1,7 +1,7 @@
 """`overlapc calibrate`: measures this machine on N ranks and writes a device profile.
 
-Each rank measures its own compute at the same time as the others do, then all measure collectives, what compute and
-collectives cost each other, and a few kernels as overlapc generates them. The file holds medians over the ranks.
+All ranks measure their own compute, with a few kernels that overlapc generates, at the same time. Then they measure
+collectives, and the contention between compute and collectives. The file holds medians over the ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from overlapc.launch.torchrun import check_world
 from overlapc.report.times import us
 from overlapc.units import human_bytes
 
-LIMIT_S = 420  # a rank that is not done by then prints where it stands and exits
+LIMIT_S = 420  # a rank that is not done by then prints its stack and exits
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class CalibrateConfig:
     device: str = "cpu"
     name: str = ""
     ranks_per_host: int = 0  # 0: as many as this machine has devices
-    quick: bool = False  # the sizes of the CPU profile that is measured on first use: seconds, not minutes
-    copies_for: str = ""  # a profile, by name or file, that only what copies take is measured for
+    quick: bool = False  # only the sizes of the CPU profile that is measured on first use: seconds, not minutes
+    copies_for: str = ""  # name or file of a profile to add times of copies to; nothing else is measured then
 
     def check(self) -> None:
-        """ConfigError for quantities that cannot be measured on this machine."""
+        """Raise ConfigError for arguments that do not fit this machine."""
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device {self.device}: cpu or cuda")
         check_world(self.nproc, self.device)
@@ -63,14 +63,14 @@ class CalibrateConfig:
             load_profile(self.copies_for)
 
     def effort(self) -> Effort:
-        """Which sizes to measure."""
+        """Return the sizes to measure."""
         if self.quick:
             return dataclasses.replace(Effort.quick(), generated_bytes=[2**16])
         return Effort.gpu() if self.device == "cuda" else Effort.cpu()
 
     @property
     def profile_name(self) -> str:
-        """The profile's name: the user's, else made from what was measured."""
+        """The profile's name: the user's, else that of the profile that copies are added to, else the device's."""
         if self.name:
             return self.name
         if self.copies_for:
@@ -81,7 +81,7 @@ class CalibrateConfig:
 
 
 def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
-    """The work of each rank; rank 0 writes `out`."""
+    """Measure on this rank; rank 0 writes `out`."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     rank, device = int(os.environ["RANK"]), torch.device("cpu")
     if cfg.device == "cuda":
@@ -102,7 +102,7 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
     finally:
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
-    if rank == 0:  # when no rank waits for this one any more
+    if rank == 0:  # after `destroy_process_group`: no other rank waits for this one
         results = [json.loads((rank_dir(run_dir, each) / "measured.json").read_text()) for each in range(cfg.nproc)]
         if cfg.copies_for:
             stored = json.loads(profile_path(cfg.copies_for).read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
 
 
 def measure(measurement: Measurement) -> None:
-    """Everything, in an order that is the same on all ranks. Collectives only if there is another rank."""
+    """Measure everything, in the same order on all ranks; collectives only if there are several ranks."""
     measurement.compute()
     generated(measurement)
     measurement.say("launches")
@@ -130,7 +130,7 @@ def measure(measurement: Measurement) -> None:
         measurement.contention()
         copies(measurement)
         if measurement.clock.queued:
-            measurement.say("the host's time for graphs")
+            measurement.say("host time of graphs")
             measurement.quantities["host"] = asdict(host_costs(measurement.clock, measurement.device, kernel_ns))
 
 
@@ -145,7 +145,7 @@ def _say(what: str) -> None:
 
 
 def origin(cfg: CalibrateConfig) -> str:
-    """Machine, versions and day, as every measured number states them."""
+    """Return the machine, versions and date, which the profile states as the origin of every measured number."""
     if cfg.device == "cpu":
         return cpu_origin(cfg.nproc)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -158,7 +158,7 @@ def origin(cfg: CalibrateConfig) -> str:
 
 
 def derived(cfg: CalibrateConfig) -> Callable[[Mapping[str, Any]], Derived]:
-    """Quantities that are not measured, with what they are taken from."""
+    """Return a function that adds the quantities that are not measured, each with its source."""
     if cfg.device == "cpu":
         return cpu_derived
     hosts = cfg.ranks_per_host or torch.cuda.device_count()
@@ -171,12 +171,12 @@ def derived(cfg: CalibrateConfig) -> Callable[[Mapping[str, Any]], Derived]:
             "flops_per_s.tf32": (bf16 / 2, "not measured: half of bf16"),
             "flops_per_s.fp64": (fp32, "not measured: taken from fp32"),
             "flops_per_s.vector": (fp32, "derived: fp32 matmuls, which run on the same units"),
-            "synchronous": (False, "a GPU runs behind its host"),
+            "synchronous": (False, "a GPU runs asynchronously to its host"),
             "collectives_wait_for_kernels": (True, "seen on H200s: NCCL's kernels begin with a kernel's last wave"),
             "ranks_per_host": (hosts, origin_of_hosts),
             "network_link": (
                 {"bytes_per_s": 50e9, "step_ns": 5000.0},
-                "not measured: one 400 Gb/s card a GPU",
+                "not measured: one 400 Gb/s network card per GPU",
             ),
         }
 
@@ -184,7 +184,7 @@ def derived(cfg: CalibrateConfig) -> Callable[[Mapping[str, Any]], Derived]:
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """The main numbers, for the terminal."""
+    """Return the main numbers of a profile as text for the terminal."""
     values = {key: entry["value"] for key, entry in document["quantities"].items()}
     lines = [f"profile {document['name']}: {document['origin']}"]
     lines += [f"{key[12:]:8} {values[key] / 1e12:8.3g} TFLOP/s" for key in values if key.startswith("flops_per_s.")]
@@ -197,13 +197,14 @@ def summary(document: Mapping[str, Any]) -> str:
     for name, each in values.get("slowdowns", {}).items():
         beside = "communication" if name == "other" else name
         lines.append(
-            f"compute beside {beside} takes: " + ", ".join(f"{kind} {_factor(factor)}" for kind, factor in each.items())
+            f"compute overlapped with {beside} takes: "
+            + ", ".join(f"{kind} {_factor(factor)}" for kind, factor in each.items())
         )
     return "\n".join(lines)
 
 
 def _factor(value: float | Sequence[tuple[float, float]]) -> str:
-    """A factor, or the range of factors of a curve."""
+    """Return a factor as text, or the range of the factors of a curve."""
     if isinstance(value, int | float):
         return f"{value:.2f}x"
     factors = [factor for _, factor in value]
@@ -211,7 +212,7 @@ def _factor(value: float | Sequence[tuple[float, float]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry of each rank: the CalibrateConfig as JSON, and the file to write."""
+    """Entry point of each rank; arguments: the CalibrateConfig as JSON, and the file to write."""
     work(CalibrateConfig(**json.loads(arguments[0])), Path(arguments[1]), Path(os.environ[RUN_DIR]))
 
 

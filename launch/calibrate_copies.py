@@ -1,4 +1,4 @@
-"""Collectives by copies as `overlapc calibrate` measures them: times, and their contention with compute."""
+"""Measures collectives by copies for `overlapc calibrate`: their times, and their contention with compute."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _NAME = "all ranks"
 
 
 class InFlight:
-    """A collective by copies, as what measures waits for it."""
+    """A running collective by copies, with the interface of `dist.Work` that measurements need."""
 
     def __init__(self, pool: Pool, done: Any) -> None:
         self._pool, self._done = pool, done
 
     def wait(self) -> None:
-        """As `dist.Work.wait`."""
+        """Wait for the collective like `dist.Work.wait`."""
         self._pool.queue.wait(self._done)
 
 
 def copies(measurement: Measurement) -> None:
-    """Tables, and on GPUs slowdowns, of copies between all ranks. All ranks must ask at once."""
+    """Measure times, and on GPUs slowdowns, of copies between all ranks. Collective: every rank must call it."""
     reason = unsupported(measurement.device)
     if reason:
         measurement.say(f"no copies: {reason}")
         return
     effort, clock, device = measurement.effort, measurement.clock, measurement.device
     largest = max([*effort.collective_bytes, effort.beside_bytes if clock.queued else 0])
-    keeps = _opened(largest, device)  # for all sizes, which else would open new memory one by one
+    keeps = _opened(largest, device)  # opened once for the largest size: otherwise each larger one opens new memory
     slowdowns = measurement.quantities.setdefault("slowdowns", {})
     for collective, form in _FORMS.items():
         measurement.say(f"{collective} by copies on {dist.get_world_size()} ranks")
@@ -53,7 +53,7 @@ def copies(measurement: Measurement) -> None:
         name = f"{collective} via {COPY}"
         measurement.tables.append({"collective": name, "ranks": dist.get_world_size(), "dtype": "", "points": points})
         if clock.queued:
-            measurement.say(f"{collective} by copies beside compute")
+            measurement.say(f"{collective} by copies overlapped with compute")
             size = effort.beside_bytes
             launch = launcher(form, size, device)
             alone_ns = agreed(collective_ns(clock, launch, calls_for(size, clock)), device)
@@ -65,10 +65,10 @@ def copies(measurement: Measurement) -> None:
 
 
 def launcher(form: Form, size_bytes: int, device: torch.device) -> Callable[[], Any]:
-    """Puts one collective of `size_bytes` in flight, always over the same memory; gathered or exchanged.
+    """Return a function that starts one all-gather or exchange of `size_bytes`, always on the same memory.
 
-    As in a training step nothing is copied within a GPU: a shard lies in the pool when its gather starts, and a rank's
-    own part of what is exchanged is read where it lies. Such a copy takes most of the memory's bandwidth.
+    As in a training step, nothing is copied within a GPU: a shard is in the pool already when its gather starts, and a
+    rank reads its own part of an exchange in place. A copy within a GPU would take most of its memory bandwidth.
     """
     ranks = dist.get_world_size()
     whole = max(1, size_bytes // ranks) * ranks

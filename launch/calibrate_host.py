@@ -1,8 +1,8 @@
-"""Host time of compiled graphs, by kind of node, as `overlapc calibrate` measures it.
+"""Measures the host time of compiled graphs, by kind of node, for `overlapc calibrate`.
 
-Small graphs of one kind of node say what a node costs. What a call of a graph costs beside its nodes, and each tensor
-that goes in or comes out, is left of the steps of two models, of few and of many parameters: DTensors, as `fully_shard`
-and tensor parallelism make them.
+Small graphs with one kind of node give the cost of such a node. The cost of a call of a graph, and of each tensor that
+a graph takes or returns, are solved from the step times of two models, one with few and one with many parameters, after
+subtracting the cost of their nodes. The parameters are DTensors, as with `fully_shard` and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from overlapc.report import record
 from overlapc.schedule.text import parse
 
 _CHAIN = 24  # nodes of a small graph
-_FEW, _MANY = 4, 44  # parameters
-_TURNS = 3  # of measuring each
-_STEP_LAUNCHES = 20  # of a model's step, at most: so that a GPU's queue of launches never is full
+_FEW, _MANY = 4, 44  # parameters of the two models
+_TURNS = 3  # how often each model is measured
+_STEP_LAUNCHES = 20  # upper bound of the launches of a model's step: a GPU's launch queue must never be full
 _c10d = torch.ops._c10d_functional
 
 
 def kernel_launch_ns(clock: Clock, device: torch.device) -> float:
-    """Host time of launching a generated kernel."""
+    """Return the host time of launching a generated kernel, in ns."""
     return _of_each(clock, _sines, [torch.ones(16, device=device)])
 
 
 def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCosts:
-    """Everything; all ranks must ask for it at once. kernel_ns: the result of `kernel_launch_ns`."""
+    """Measure all host costs. Collective: every rank must call it at the same time.
+
+    kernel_ns: the result of `kernel_launch_ns`.
+    """
     group = dist.group.WORLD
     assert group is not None
     several = [torch.ones(16, 16, device=device) for _ in range(_CHAIN)]
@@ -53,7 +56,8 @@ def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCost
     )
     mesh = init_device_mesh(device.type, (group.size(),))
     steps = [_Step(mesh, count, nodes) for count in (_FEW, _MANY)]
-    # In turns, and the least of each: what else the host does only adds to a time, and would to one of the two alone.
+    # The models take turns, and the minimum of each counts: other work of the host only makes a time longer, and might
+    # hit only one of the two models.
     taken = [[launch_ns(clock, each.run, _STEP_LAUNCHES) * _STEP_LAUNCHES for each in steps] for _ in range(_TURNS)]
     few_ns, many_ns = (
         max(0.0, min(ns) - each.nodes_ns) for ns, each in zip(zip(*taken, strict=True), steps, strict=True)
@@ -67,7 +71,7 @@ def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCost
 
 
 def _of_each(clock: Clock, function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor]) -> float:
-    """Host time in ns of each of the `_CHAIN` things that `function` does, compiled."""
+    """Return the host time in ns of one of the `_CHAIN` nodes of `function`, compiled."""
     compiled, _, _ = compile_alone(function, arguments, fusion=False, passes="none")
     with torch.no_grad():
         return launch_ns(clock, lambda: compiled(*arguments), _CHAIN)
@@ -100,7 +104,7 @@ def _coalesced_gather(group: dist.ProcessGroup, *shards: Tensor) -> tuple[Tensor
 
 
 class _Scaled(nn.Module):
-    """Multiplies by parameters that every rank has whole, so that nothing is communicated."""
+    """Multiplies by replicated parameters, so that nothing is communicated."""
 
     def __init__(self, mesh: DeviceMesh, count: int) -> None:
         super().__init__()
@@ -116,24 +120,24 @@ class _Scaled(nn.Module):
 
 
 class _Step:
-    """A step (forward and backward) of a model with so many parameters.
+    """A step (forward and backward) of a model with `count` parameters.
 
-    crossing: how many tensors go into its graphs or come out; nodes_ns: the host's time for their nodes.
+    crossing: number of tensors that its graphs take and return. nodes_ns: the host time of their nodes.
     """
 
     def __init__(self, mesh: DeviceMesh, count: int, nodes: HostCosts) -> None:
         self._model, self._x = _Scaled(mesh, count), torch.ones(16, device=mesh.device_type)
-        # Any stored profile does: nodes are counted by what `nodes` says.
+        # Any stored profile will do: the costs of nodes are taken from `nodes`.
         self._compiled = torch.compile(
             self._model, backend="overlapc", dynamic=False, options={"profile": "h200-nvlink"}
         )
-        for _ in range(3):  # compiles, and takes a later call's ways
+        for _ in range(3):  # the first call compiles; later calls take other code paths
             self.run()
         schedules = [parse(graph.schedule) for graph in record.report_of_process().steps[0].graphs[-2:]]
         self.crossing = sum(map(crossing, schedules))
         self.nodes_ns = sum(host_ns(schedule, DeviceProfile("", host=nodes)) or 0.0 for schedule in schedules)
 
     def run(self) -> None:
-        """Once."""
+        """Run the step once."""
         self._compiled(self._x).backward()
         self._model.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Generated kernels: the bandwidth that they achieve, as `overlapc calibrate` measures it."""
+"""Measures the bandwidth that generated kernels achieve, for `overlapc calibrate`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from overlapc.schedule.text import parse
 
 _WIDTH = 4096  # columns of the generated kernels' inputs
 _LONG_ROW = 32768  # columns of the kernel whose rows do not fit into registers
-_CACHE_BYTES = 2**27  # inputs that together do not fit into a GPU's cache
-_MOST_SETS = 32  # of inputs
+_CACHE_BYTES = 2**27  # size of inputs that together do not fit into a GPU's cache
+_MOST_SETS = 32  # limit on the sets of inputs
 
 
 def residual_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Residual and RMSNorm; both are used later, as in a transformer block."""
+    """Return the sum of a residual connection and its RMSNorm; both are used later, as in a transformer block."""
     total = x + y
     return total, F.rms_norm(total, (_WIDTH,), weight, 1e-5)
 
@@ -53,7 +53,10 @@ def long_rows(x: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A generated kernel that stands for others of its form (`Work.form`). moves: tensors like `x`, by their bytes."""
+    """A generated kernel that represents all kernels of its form (`Work.form`).
+
+    moves: the bytes that it reads and writes, in multiples of the bytes of `x`.
+    """
 
     function: Callable[..., Any]
     form: str
@@ -70,7 +73,7 @@ KERNELS: Mapping[str, Kernel] = {
 
 
 def generated(measurement: Measurement) -> None:
-    """Achieved bandwidth of generated kernels by form and size."""
+    """Measure the achieved bandwidth of generated kernels, by form and size."""
     points: dict[str, dict[int, list[float]]] = {}
     for size in measurement.effort.generated_bytes:
         measurement.say(f"generated kernels, {size} B")
@@ -85,7 +88,8 @@ def generated(measurement: Measurement) -> None:
 
 
 def _rate(measurement: Measurement, kernel: Kernel, size_bytes: int) -> float:
-    """Bytes/s of a kernel that moves about `size_bytes`. On a GPU its inputs come from memory, not from the cache."""
+    """Return bytes/s of a kernel that moves about `size_bytes`. On a GPU it reads its inputs from memory, not from the
+    cache."""
     device = measurement.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     unit = _LONG_ROW if kernel.form == "long_rows" else _WIDTH
@@ -109,12 +113,12 @@ def _rate(measurement: Measurement, kernel: Kernel, size_bytes: int) -> float:
 
 
 UNLIKE = (torch.sin, torch.exp, torch.cos, torch.tanh, torch.sigmoid, torch.atan, torch.erf, torch.relu)
-_GAP_BYTES = 2**22  # that each of these reads; launches are hidden behind them
+_GAP_BYTES = 2**22  # bytes that each of these functions reads, enough to hide the launch of the next one
 _GAP_CALLS = 10
 
 
 def gap_ns(measurement: Measurement) -> float:
-    """Between the end of a kernel and the begin of the next one, which is another, as in a graph; of a GPU."""
+    """Return the median time between the end of a kernel and the start of the next, different one, on a GPU."""
     x = torch.ones(_GAP_BYTES // 4, device=measurement.device)
     compiled, _, _ = compile_alone(unlike, (x,), fusion=False)
 
@@ -137,8 +141,11 @@ def unlike(x: Tensor) -> tuple[Tensor]:
 def compile_alone(
     function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], **options: Any
 ) -> tuple[Callable[..., Any], int, int]:
-    """`function` compiled without Dynamo, whose guards cost a step but not each kernel; the bytes that one call moves
-    by its schedule's count; and how many kernels and library calls it launches."""
+    """Compile `function` without Dynamo, whose guards cost time per step and not per kernel.
+
+    Return the compiled function, the bytes that one call moves according to its schedule, and the number of kernels and
+    library calls that it launches.
+    """
     settings = {"profile": "h200-nvlink", "rank_check": False, **options}  # estimates are not used here
     with torch.no_grad():
         compiled = overlapc(make_fx(function)(*arguments), list(arguments), options=settings)

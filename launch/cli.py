@@ -1,4 +1,4 @@
-"""The `overlapc` command: its commands, in the order in which its help lists them, and its exit codes."""
+"""The `overlapc` command line: its commands, in the order of the help text, and its exit codes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from overlapc.launch.commands.report import diff, report
 from overlapc.launch.commands.run import run
 from overlapc.launch.torchrun import JobFailed
 
-# typer carries its own click in new versions and needs click's in old ones; both put this class here.
+# New versions of typer contain a copy of click, old ones import it; in both, this is click's `ClickException`.
 _UsageProblem: Any = typer.BadParameter.__mro__[2]
 
-_BAD_INPUT = (ConfigError, ToolchainError, ScheduleError)  # the last from a schedule text that a user wrote
+_BAD_INPUT = (ConfigError, ToolchainError, ScheduleError)  # ScheduleError: for the schedule text of a user
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
-    help="A torch.compile backend that runs FSDP/TP communication beside compute, and its tools.",
+    help="Tools of overlapc, a torch.compile backend that overlaps FSDP/TP communication with compute.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(short_help="Train a small Llama, beside eager FSDP2.", epilog="example: overlapc demo --nproc 4 --tp 2")(
-    demo
-)
+app.command(
+    short_help="Train a small Llama, and compare with eager FSDP2.", epilog="example: overlapc demo --nproc 4 --tp 2"
+)(demo)
 app.command(
     short_help="Run your script on N ranks, and report.",
     context_settings={"allow_interspersed_args": False},
@@ -63,10 +63,10 @@ app.command("version")(show_version)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code is 0, 1 (a job failed), 2 (bad input) or 130 (Ctrl-C)."""
+    """Run the command line. Return the exit code: 0, 1 (a job failed), 2 (bad input) or 130 (Ctrl-C)."""
     given = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of other people's nodes, in a terminal that knows ASCII only
+        if isinstance(stream, io.TextIOWrapper):  # names of nodes may not be printable in an ASCII-only terminal
             stream.reconfigure(errors="backslashreplace")
     try:
         code = app(args=given or ["--help"], prog_name="overlapc", standalone_mode=False)

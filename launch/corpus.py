@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library, as bytes."""
+"""Text that every machine has, to train on: the sources of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlapc.errors import ConfigError
 
 @functools.cache
 def read(limit_bytes: int = 4 * 2**20) -> bytes:
-    """The first `limit_bytes` of the standard library's top-level modules, in order of their names."""
+    """Return the first `limit_bytes` of the standard library's top-level modules, sorted by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
     left = limit_bytes
@@ -31,7 +31,7 @@ def read(limit_bytes: int = 4 * 2**20) -> bytes:
 
 
 def batches(steps: int, batch: int, seq: int, part: int, parts: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """`steps` pairs (tokens, next tokens), int64 `[batch, seq]`, for `part` of `parts` data-parallel ranks.
+    """Yield `steps` pairs (tokens, next tokens), int64 `[batch, seq]`, for `part` of `parts` data-parallel ranks.
 
     Every rank draws the positions of the whole global batch, so that no two ranks train on the same rows
     and a single process with `parts=1` and `batch * parts` rows sees the same data.

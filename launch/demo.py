@@ -1,4 +1,4 @@
-"""The demo job: a byte-level Llama on real text, with overlapc and then with eager FSDP2, side by side.
+"""The demo job: trains a byte-level Llama on real text, with overlapc and then with eager FSDP2, and compares both.
 
 `overlapc demo` starts `work` on every rank. Both runs begin with the same weights and see the same data;
 in fp32 their losses must agree at every step.
@@ -37,9 +37,9 @@ from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, ten
 from overlapc.launch.torchrun import check_world
 from overlapc.report import measure, report_of_process
 
-FP32_TOLERANCE = 1e-5  # relative, between the two losses of a step
+FP32_TOLERANCE = 1e-5  # largest relative difference between the losses of both runs at a step
 _MEASURED = 3  # steps under the profiler
-_WARM_UP = 2  # steps left out of the step time: the first compiles, the second still fills caches
+_WARM_UP = 2  # steps excluded from the step time: the first compiles, the second still fills caches
 
 MODELS: dict[str, Callable[[], LlamaConfig]] = {
     "demo": LlamaConfig,
@@ -49,7 +49,7 @@ MODELS: dict[str, Callable[[], LlamaConfig]] = {
 
 
 class LossesDiffer(OverlapcError):
-    """The compiled run computes something else than the eager one."""
+    """The losses of the compiled run differ from those of the eager run."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DemoConfig:
     profile: bool = False
 
     def check(self) -> None:
-        """ConfigError for anything that cannot run; called before any process starts."""
+        """Raise ConfigError for arguments that cannot run; called before any process starts."""
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device {self.device}: cpu or cuda")
         if self.dtype not in ("fp32", "bf16"):
@@ -88,7 +88,7 @@ class DemoConfig:
             raise ConfigError(f"--seq {self.seq} does not divide among --tp {self.tp} ranks")
 
     def shape(self) -> LlamaConfig:
-        """The model, with room for `seq` positions."""
+        """Return the shape of the model, for `seq` positions."""
         return dataclasses.replace(MODELS[self.model](), max_seq=self.seq)
 
     @property
@@ -98,12 +98,12 @@ class DemoConfig:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded over data-parallel ranks (not when there is only the tensor axis)."""
+        """Whether parameters are sharded over data-parallel ranks; not if all ranks are tensor-parallel."""
         return self.tp < self.nproc or self.tp == 1
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the parameters, besides tensor parallelism."""
+        """The number of data-parallel ranks that each replica of the parameters is sharded over."""
         return self.nproc // (self.tp * self.hsdp)
 
 
@@ -116,17 +116,17 @@ class Run:
 
     @property
     def first_seconds(self) -> float:
-        """The first step, which compiles."""
+        """The time of the first step, which compiles."""
         return self.seconds[0]
 
     @property
     def step_seconds(self) -> float:
-        """The median step after warm-up."""
+        """The median step time after warm-up."""
         return statistics.median(self.seconds[_WARM_UP:] or self.seconds[-1:])
 
 
 def work(cfg: DemoConfig, run_dir: Path) -> None:
-    """The work of each rank. LossesDiffer when fp32 losses are further apart than FP32_TOLERANCE."""
+    """Run the demo on this rank. LossesDiffer if fp32 losses differ by more than FP32_TOLERANCE."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if cfg.device == "cuda":
@@ -139,7 +139,7 @@ def work(cfg: DemoConfig, run_dir: Path) -> None:
         report = report_of_process()
         for name in ("report.html", "schedule.txt", "record.json"):
             report.save(rank_dir(run_dir, rank) / name)
-        gc.collect()  # sharded modules refer to themselves; the second run should have the memory to itself
+        gc.collect()  # frees the memory of the first run: sharded modules are in reference cycles
         eager = train(cfg.reference, cfg, mesh, device)
         if rank == 0:
             print(f"\n{report}\n\n{compare(ours, eager, cfg.reference)}\n\nwritten to {run_dir}", flush=True)
@@ -150,9 +150,9 @@ def work(cfg: DemoConfig, run_dir: Path) -> None:
 
 
 def train(system: str, cfg: DemoConfig, mesh: DeviceMesh, device: torch.device, profile: Path | None = None) -> Run:
-    """`cfg.steps` steps of AdamW from the seed's weights, compiled if `system` is "overlapc".
+    """Train `cfg.steps` steps of AdamW from the weights of `cfg.seed`, compiled if `system` is "overlapc".
 
-    profile: measure a few more forwards and backwards, and leave the profiler's trace there.
+    profile: measure a few more forwards and backwards, and write the profiler's trace to this file.
     """
     with torch.device(device):
         model = Llama(cfg.shape())
@@ -165,7 +165,7 @@ def train(system: str, cfg: DemoConfig, mesh: DeviceMesh, device: torch.device, 
     step: Callable[[Tensor, Tensor], Tensor] = model
     if system == "overlapc":
         step = torch.compile(model, backend="overlapc", fullgraph=True)
-    # Data-parallel ranks count along both axes; tensor-parallel ones see the same rows.
+    # Data-parallel ranks are numbered along both axes; tensor-parallel ranks train on the same rows.
     part = mesh.get_local_rank("replicate") * cfg.shards + mesh.get_local_rank("dp")
     data = corpus.batches(cfg.steps, cfg.batch, cfg.seq, part, cfg.hsdp * cfg.shards, cfg.seed)
     losses, seconds = [], []
@@ -177,7 +177,7 @@ def train(system: str, cfg: DemoConfig, mesh: DeviceMesh, device: torch.device, 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(global_mean(loss))  # waits for the device, so that the time below is the step's
+        losses.append(global_mean(loss))  # waits for the device, so that the time below is that of the whole step
         seconds.append(time.perf_counter() - began)
         bar.set_postfix(loss=f"{losses[-1]:.4f}")
     if profile is not None:
@@ -189,10 +189,10 @@ def train(system: str, cfg: DemoConfig, mesh: DeviceMesh, device: torch.device, 
 
 
 def shard(system: str, model: Llama, cfg: DemoConfig, mesh: DeviceMesh) -> None:
-    """Shards each block, then the rest, over the data-parallel axes; in place."""
+    """Shard each block, then the other parameters, over the data-parallel axes; in place."""
     policy = MixedPrecisionPolicy()
     if cfg.dtype == "bf16":
-        # The rotary tables are inputs of the blocks and must keep their fp32.
+        # The rotary tables are inputs of the blocks and must stay fp32.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if not cfg.sharded:
         if cfg.dtype == "bf16":
@@ -207,20 +207,20 @@ def shard(system: str, model: Llama, cfg: DemoConfig, mesh: DeviceMesh) -> None:
 
 
 def global_mean(loss: Tensor) -> float:
-    """The mean of every rank's loss."""
+    """Return the mean of the losses of all ranks."""
     total = loss.detach().float().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def relative(ours: float, eager: float) -> float:
-    """How far `ours` is from `eager`; infinite when either is not a number."""
+    """Return the relative difference of `ours` from `eager`; infinite if either is not finite."""
     distance = abs(ours - eager) / max(abs(eager), 1e-30)
     return distance if math.isfinite(distance) else math.inf
 
 
 def compare(ours: Run, eager: Run, reference: str) -> str:
-    """Both runs side by side, for the terminal."""
+    """Return a table of both runs side by side, for the terminal."""
     rows = [
         (number, f"{mine:.6f}", f"{theirs:.6f}", f"{relative(mine, theirs):.1e}")
         for number, (mine, theirs) in enumerate(zip(ours.losses, eager.losses, strict=True))
@@ -240,17 +240,17 @@ def compare(ours: Run, eager: Run, reference: str) -> str:
 
 
 def check_losses(ours: Run, eager: Run) -> None:
-    """LossesDiffer names the first step that is further off than FP32_TOLERANCE."""
+    """Raise LossesDiffer for the first step whose losses differ by more than FP32_TOLERANCE."""
     for number, (mine, theirs) in enumerate(zip(ours.losses, eager.losses, strict=True)):
         if relative(mine, theirs) > FP32_TOLERANCE:
             raise LossesDiffer(
                 f"step {number}: loss {mine!r} with overlapc, {theirs!r} eager: "
-                f"{relative(mine, theirs):.1e} apart, {FP32_TOLERANCE:.0e} is allowed"
+                f"they differ by {relative(mine, theirs):.1e}, more than {FP32_TOLERANCE:.0e}"
             )
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry of each rank: one argument, the DemoConfig as JSON."""
+    """Entry point of each rank; its argument: the DemoConfig as JSON."""
     work(DemoConfig(**json.loads(arguments[0])), Path(os.environ[RUN_DIR]))
 
 

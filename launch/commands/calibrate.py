@@ -16,26 +16,32 @@ from overlapc.launch.torchrun import run_ranks
 
 
 def calibrate(
-    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU; 1 measures no links")] = 2,
+    nproc: Annotated[
+        int, typer.Option(metavar="N", help="processes on this host, one per GPU; 1 measures no links")
+    ] = 2,
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda", help="what to measure (default: cuda if there is any)")
+        str, typer.Option(metavar="cpu|cuda", help="device to measure (default: cuda if available)")
     ] = "",
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="the profile to write (default: <name>.json)", show_default=False),
     ] = None,
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="of the profile (default: made from the device)")
+        str, typer.Option("--name", metavar="NAME", help="name of the profile (default: the device's name)")
     ] = "",
     ranks_per_host: Annotated[
         int,
-        typer.Option(metavar="N", help="devices of a whole host (default: those of this machine)", show_default=False),
+        typer.Option(metavar="N", help="devices per host (default: as many as this machine has)", show_default=False),
     ] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="a CPU's few sizes: about ten seconds")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="measure only the few sizes of the default CPU profile: about ten seconds")
+    ] = False,
     copies_for: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="measure only collectives by copies, and add them to this profile", show_default=False
+            metavar="NAME",
+            help="measure only collectives by copies, and add their times to this profile",
+            show_default=False,
         ),
     ] = "",
     records: Annotated[
@@ -43,8 +49,8 @@ def calibrate(
         typer.Option(
             "--from",
             metavar="RECORD|DIR",
-            help="measure nothing, fit --profile to measured runs: a record, or the folder of `overlapc demo --profile`"
-            " with the records of all ranks; may repeat",
+            help="measure nothing, but fit --profile to measured runs: a record, or the folder of"
+            " `overlapc demo --profile` with the records of all ranks; may be repeated",
             show_default=False,
         ),
     ] = None,
@@ -54,8 +60,8 @@ def calibrate(
 ) -> None:
     """Measure this machine and write a device profile: matmuls, memory, kernels, collectives, contention.
 
-    Takes one to two minutes. Use it with -o profile=FILE, or OVERLAPC_PROFILE=FILE. With --from, prediction errors of
-    training steps that were measured are fed back into a profile instead.
+    Takes one to two minutes. Use the profile with -o profile=FILE, or OVERLAPC_PROFILE=FILE. With --from, a profile is
+    corrected by the prediction errors of measured training steps instead.
     """
     if records:
         _feed_back(profile, records, (out or Path(f"{name or Path(profile).stem + '-fed-back'}.json")).resolve(), name)

@@ -1,4 +1,4 @@
-"""What several commands share: options that they take, and the folders that they write to."""
+"""Options and output folders that several commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overlapc.options.checked_options import checked_options
 Passes = Annotated[
     str | None,
     typer.Option(
-        metavar="A,B", help="passes in this order, or 'none' (default: passes/pipeline.py)", show_default=False
+        metavar="A,B", help="passes to run, in this order, or 'none' (default: passes/pipeline.py)", show_default=False
     ),
 ]
 Options = Annotated[
@@ -26,14 +26,14 @@ Options = Annotated[
         "--option",
         "-o",
         metavar="NAME=VALUE",
-        help="any option of `overlapc options`, e.g. memory_budget=70GiB; may be given several times",
+        help="any option that `overlapc options` lists, e.g. memory_budget=70GiB; may be repeated",
         show_default=False,
     ),
 ]
 
 
 def option_variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
-    """OVERLAPC_ variables for the ranks; ConfigError for values that a compilation would refuse."""
+    """Return the OVERLAPC_ variables for the ranks; ConfigError for values that a compilation would reject."""
     values = option_values(passes, given)
     checked_options(values)
     return {variable_of(name): value for name, value in values.items()}
@@ -58,7 +58,7 @@ def check_torch() -> None:
 
 
 def new_run_folder() -> Path:
-    """A new folder for a run."""
+    """Return the path of a new folder for a run, `runs/<date-time>`; it is not created."""
     name = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
     return next(Path("runs") / each for each in names if not (Path("runs") / each).exists())

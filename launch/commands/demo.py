@@ -14,17 +14,19 @@ from overlapc.launch.torchrun import run_ranks
 
 
 def demo(
-    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 2,
+    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one per GPU")] = 2,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="gloo with C++ kernels, or NCCL with Triton")] = "cpu",
     dtype: Annotated[
-        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients reduce in fp32")
+        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients are reduced in fp32")
     ] = "fp32",
-    tp: Annotated[int, typer.Option(metavar="N", help="tensor- and sequence-parallel ranks; divides --nproc")] = 1,
-    hsdp: Annotated[int, typer.Option(metavar="N", help="replicas of the sharded parameters; divides --nproc")] = 1,
+    tp: Annotated[int, typer.Option(metavar="N", help="tensor- and sequence-parallel ranks; must divide --nproc")] = 1,
+    hsdp: Annotated[int, typer.Option(metavar="N", help="replicas of the sharded parameters; must divide --nproc")] = 1,
     steps: Annotated[int, typer.Option(metavar="N", help="training steps of each of the two runs")] = 12,
     batch: Annotated[int, typer.Option(metavar="N", help="rows per data-parallel rank")] = 4,
     seq: Annotated[int, typer.Option(metavar="N", help="tokens (bytes) per row")] = 256,
-    model: Annotated[str, typer.Option(metavar="tiny|demo|8b", help="shape; 8b has 8 layers of Llama-8B")] = "demo",
+    model: Annotated[
+        str, typer.Option(metavar="tiny|demo|8b", help="size of the model; 8b: 8 layers of Llama-8B")
+    ] = "demo",
     no_reshard: Annotated[
         bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
     ] = False,
@@ -44,7 +46,7 @@ def demo(
     """Train a small Llama on real text with overlapc, then with eager FSDP2, and compare.
 
     Prints both losses, step times and the overlap table; writes report.html, schedule.txt and record.json
-    of every rank. Exit code 1 when fp32 losses differ by more than 1e-5.
+    of every rank. The exit code is 1 if fp32 losses differ by more than 1e-5.
     """
     variables = option_variables(passes, option)
     check_torch()

@@ -1,4 +1,4 @@
-"""`overlapc doctor`, `overlapc options` and `overlapc version`: what this machine and installation have."""
+"""`overlapc doctor`, `overlapc options` and `overlapc version`: checks of this machine and installation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overlapc.launch.commands.common import Options, check_torch, option_values
 
 
 def doctor(option: Options = None) -> None:
-    """Check this machine: compiler, GPUs, links, cache and profile; names what would be slow. Takes some seconds."""
+    """Check this machine: compiler, GPUs, links, cache and profile. Say what would be slow, and why. Takes seconds."""
     check_torch()
     from overlapc.launch.doctor import examine
 
@@ -27,13 +27,13 @@ def doctor(option: Options = None) -> None:
         found.append(each)
         print(f"{each.what:<17} {each.found}", flush=True)
     slow = [each for each in found if each.hint]
-    print(f"\n{len(slow)} of {len(found)} to look at" if slow else "\nnothing here would be slow")
+    print(f"\n{len(slow)} of {len(found)} findings need attention" if slow else "\nno problems found")
     for each in slow:
         print(f"  {each.what}: {each.hint}")
 
 
 def options(
-    markdown: Annotated[bool, typer.Option("--markdown", help="as the rows of docs/OPTIONS.md")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print the table rows of docs/OPTIONS.md")] = False,
 ) -> None:
     """List every option: its variable, default and meaning."""
     if markdown:
@@ -44,7 +44,7 @@ def options(
 
 
 def option_rows() -> list[tuple[str, str, str, str]]:
-    """`config.describe()` for people: `-` for a default that is nothing, `~` for the home folder."""
+    """Return `config.describe()` in readable form: `-` for an empty default, `~` for the home folder."""
     plain = {"None": "-", "frozenset()": "-", "True": "on", "False": "off"}
     home = str(Path.home())
     return [

@@ -1,4 +1,4 @@
-"""`overlapc report` and `overlapc diff`: what is in saved records."""
+"""`overlapc report` and `overlapc diff`: show and compare saved records."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def report(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="write this form: report.html, trace.pftrace, schedule.txt; may repeat",
+            help="write this form: report.html, trace.pftrace, schedule.txt; may be repeated",
             show_default=False,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="list fully hidden collectives in long tables, too")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="also list fully hidden collectives, which long tables leave out")
+    ] = False,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -35,8 +37,9 @@ def report(
 ) -> None:
     """Show a saved record as a table, or save it in another form.
 
-    First comes what is exposed, why, and what to try; then each graph. With --profile, or for a record that was
-    measured: every collective and kernel, predicted and measured, with what is further off than 20% marked.
+    Lists the exposed communication, its causes and what to try, then each graph. With --profile, or for a measured
+    record, also every collective and kernel, predicted and measured; predictions that are off by more than 20% are
+    marked.
     """
     from overlapc.report import compare, record, report_with_trace, text
 
@@ -55,23 +58,23 @@ def report(
 
 def diff(
     first: Annotated[Path, typer.Argument(help="a record (*.json), or schedules in text form (schedule.txt)")],
-    second: Annotated[Path, typer.Argument(help="the one to compare with it")],
+    second: Annotated[Path, typer.Argument(help="the record or schedules to compare with the first")],
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write it as a page: diff.html", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="write the comparison as a page: diff.html", show_default=False)
     ] = None,
 ) -> None:
-    """Show what became longer and why: parts of a step, compute by kind, communication, causes of exposure, memory."""
+    """Show what got slower and why: parts of a step, compute by kind, communication, causes of exposure, memory."""
     from overlapc.report import difference
 
     steps = [_loaded(path).steps for path in (first, second)]
     for path, found in zip((first, second), steps, strict=True):
         if not found or not found[0].graphs:
-            raise ConfigError(f"{path} holds no compiled graph")
+            raise ConfigError(f"{path} contains no compiled graph")
     rows = difference.differences(steps[0][0], steps[1][0])
     names = _apart(first, second)
     if save is not None:
         if save.suffix != ".html":
-            raise ConfigError(f"{save.name}: a comparison saves as .html")
+            raise ConfigError(f"{save.name}: a comparison can only be saved as .html")
         writable(save.parent)
         save.write_text(difference.page(rows, names), encoding="utf-8")
         print(f"written to {save}")
@@ -90,7 +93,7 @@ def _loaded(path: Path) -> Any:
 
 
 def _apart(first: Path, second: Path) -> tuple[str, str]:
-    """What tells two files apart: their names, or as much of their paths as differs."""
+    """Return labels for two files: their names if these differ, else their paths."""
     if first.name != second.name:
         return first.name, second.name
     return str(first), str(second)

@@ -19,9 +19,9 @@ def run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="...", help="arguments of the script", show_default=False)
     ] = None,
-    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 1,
+    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one per GPU")] = 1,
     module: Annotated[
-        bool, typer.Option("--module", "-m", help="the script is the name of a module, as after `python -m`")
+        bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as with `python -m`")
     ] = False,
     passes: Passes = None,
     option: Options = None,
@@ -29,7 +29,8 @@ def run(
         float,
         typer.Option(
             metavar="S",
-            help="print all ranks' stacks and end when no optimizer steps for so long (the first: ten times); 0: never",
+            help="print all ranks' stacks and end the job if no optimizer step ends within S seconds (the first step:"
+            " ten times S); 0: never",
             min=0,
         ),
     ] = 0.0,
@@ -37,20 +38,20 @@ def run(
         str, typer.Option(metavar="N", help="hosts of the job, or MIN:MAX; start this command on each of them")
     ] = "1",
     rdzv_endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="one of the hosts, where all meet", show_default=False)
+        str, typer.Option(metavar="HOST:PORT", help="one of the hosts, for their rendezvous", show_default=False)
     ] = "",
     rdzv_id: Annotated[
-        str, typer.Option(metavar="ID", help="tells jobs apart that meet at one endpoint", show_default=False)
+        str, typer.Option(metavar="ID", help="distinguishes jobs with the same endpoint", show_default=False)
     ] = "",
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", help="how often all ranks start again after one has failed", min=0)
+        int, typer.Option(metavar="N", help="how often all ranks are restarted after one has failed", min=0)
     ] = 0,
     report: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="record of every rank's collectives, for `overlapc report` (default: runs/<date-time>/overlap.json);"
-            " of several hosts, those without rank 0 add their first rank to its name",
+            " hosts without rank 0 add their first rank to the file name",
             show_default=False,
         ),
     ] = None,
@@ -64,19 +65,19 @@ def run(
     from overlapc.report import record
 
     meeting = Meeting(nnodes, rdzv_endpoint, rdzv_id, max_restarts)
-    _ = meeting.nodes  # now: a mistake should start nothing
+    _ = meeting.nodes  # raises ConfigError before anything is started
     report = report or new_run_folder() / "overlap.json"
     command = ("-m", script) if module else (script,)
-    # Launchers of other hosts may share this disk.
+    # A unique folder: launchers on other hosts may share this disk.
     with tempfile.TemporaryDirectory(prefix=f".{report.name}.", dir=writable(report.parent)) as folder:
         last = run_ranks(
             (*command, *(arguments or ())), nproc, Path(folder), variables, watchdog_s=watchdog, meeting=meeting
         )
         collected = record.gather(last)
     if not collected.steps:
-        print(f"overlapc: {script} compiled nothing with backend='overlapc'; no report", file=sys.stderr)
+        print(f"overlapc: no report: {script} compiled nothing with backend='overlapc'", file=sys.stderr)
         return
     if first := collected.steps[0].rank:
         report = report.with_name(f"{report.stem}.rank{first}{report.suffix}")
     collected.save(report)
-    print(f"\n{collected}\n\nwritten to {report}; a page of it: overlapc report {report} --save report.html")
+    print(f"\n{collected}\n\nwritten to {report}; as a web page: overlapc report {report} --save report.html")

@@ -211,7 +211,7 @@ def test_a_run_keeps_its_report_beside_those_of_earlier_runs(command, monkeypatc
         code, out, _ = command("run", "train.py")
         kept = list((tmp_path / "runs").glob("*/overlap.json"))
         assert (code, len(kept)) == (0, number)
-    assert re.search(r"written to (runs/\S+/overlap.json); a page of it: overlapc report \1 --save", out)
+    assert re.search(r"written to (runs/\S+/overlap.json); as a web page: overlapc report \1 --save", out)
     assert not list(tmp_path.rglob(".overlap.json.*"))
     assert command("run", "--report", "mine.json", "train.py")[0] == 0
     assert (tmp_path / "mine.json").is_file()

@@ -55,7 +55,7 @@ def test_two_launchers_meet_and_start_again_together(tmp_path):
     assert [launcher.returncode for launcher in launchers] == [0, 0], errors
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["6 of 2, 4.0"] * 2
     assert "overlapc: rank 1: ValueError: the first try" in errors
-    assert errors.count("overlapc: all ranks start again") == 2
+    assert errors.count("overlapc: restarting all ranks") == 2
     for name, rank in (("overlap.json", 0), ("overlap.rank1.json", 1)):
         assert [(step.rank, step.world_size) for step in record.load(tmp_path / name).steps] == [(rank, 2)]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
