@@ -78,6 +78,7 @@ class PythonWrapper:
             if isinstance(item, Call) and getattr(item.op.target, "namespace", None) == "aten" and not item.op.out
             for name, _ in item.results
         }
+        self.variables = set(program.inputs).union(*(item.makes() for item in program.instructions))
         self.waited = {item.variable for item in program.instructions if isinstance(item, WaitFor)}
         self.source = self._module(partition.steps if partition is not None else program.instructions, marked)
 
@@ -229,6 +230,8 @@ class PythonWrapper:
         if id(value) not in self.names:
             hint = "".join(c if c.isalnum() else "_" for c in hint)
             name = f"{hint}_{len(self.objects)}"
+            while name in self.variables:  # the node of `s0 > 20` may be gt_11, and the 11th object the function gt
+                name += "_"
             self.names[id(value)] = name
             self.objects[name] = value
             self.texts[name] = text_of(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +203,13 @@ def test_the_source_names_ops_and_reads_like_python():
     assert "returned = aten_sort_default(cumsum)" in wrapper.source
     assert "# relu" in wrapper.source
     compile(wrapper.source, "wrapper", "exec")
+
+
+def test_a_function_that_is_called_has_no_name_of_a_variable():
+    program, wrapper, _ = compiled(lambda x: x.sin(), torch.randn(5))
+    taken = f"gt_{len(wrapper.objects)}"  # as the node of `s0 > 20` may be called where nine are compared before
+    other = PythonWrapper(dataclasses.replace(program, inputs=(*program.inputs, taken)))
+    assert other.name_of(operator.gt, "gt") != taken
 
 
 def test_matrix_products_are_called_by_their_public_names():
