@@ -31,34 +31,34 @@ MEMORY = Cause(
     "a larger memory_budget; without one, a larger peak_increase",
 )
 BARRIER = Cause(
-    "communication does not move across an op whose communication overlapc does not know",
-    "name that op in safe_communication, if other communication may move across it",
+    "communication is not moved across an op whose own communication is unknown to overlapc",
+    "add that op to safe_communication, if other communication may move across it",
 )
 COLLECTIVE_ORDER = Cause(
     "collectives of one process group keep their order",
     "reorder_collectives=1, if it is off; separate process groups for collectives that should not wait for each other",
 )
 END = Cause(
-    "the graph ends with it: no compute is left to hide it",
+    "the graph ends here: no compute is left to hide this communication",
     "overlapc.no_sync, to reduce once for several micro-batches; a separate fully_shard of the module that comes last",
 )
 BEGIN = Cause(
-    "the graph begins with it: no compute can run before it is done",
+    "the graph begins here: no compute can run before this communication is done",
     "a small fully_shard group for what is used first; in backward, reshard_after_forward=False for it",
 )
 BUSY = Cause(
-    "its queue is busy, or the compute around it already hides other collectives",
-    "more to compute on each rank (batch, sequence), or fewer bytes (reshard_after_forward=False, lower precision)",
+    "the queue is busy, or the surrounding compute already hides other collectives",
+    "more compute on each rank (batch, sequence), or fewer bytes (reshard_after_forward=False, lower precision)",
 )
 CHAIN = Cause(
-    "it reads what was computed just before it, and the next compute reads its result",
+    "its input comes from the compute just before it, and the next compute needs its result",
     "independent compute: larger or several micro-batches in a graph; or fewer ranks on this mesh axis",
 )
 UNFORESEEN = Cause(
-    "predicted to be hidden, but it took longer than estimated, or began late because another rank came late",
-    "overlapc calibrate --from FILE feeds the measured times back into the profile; ranks with equal work",
+    "predicted to be hidden, but it took longer than estimated, or started late because another rank was late",
+    "overlapc calibrate --from FILE feeds the measured times back into the profile; give all ranks equal work",
 )
-SLOWER = Cause("every move that hides it makes the simulated step longer", BUSY.advice)
+SLOWER = Cause("every move that would hide it makes the simulated step longer", BUSY.advice)
 OF_ORDER = (  # constraints on the order: without them, another order of the same nodes could hide the communication
     MEMORY,
     BARRIER,

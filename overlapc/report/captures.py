@@ -75,13 +75,13 @@ def captures_lines(step: StepRecord) -> Iterator[str]:
     called = {graph.number for graph, _ in step.called}
     pieces = list(dict.fromkeys(each.frame for each in step.captures if each.number in called))
     if len(pieces) > 1 or step.breaks:
-        yield f"pieces       {len(pieces)}: nothing is scheduled across their borders"
+        yield f"pieces       {len(pieces)}: no node is scheduled across their boundaries"
     for each in step.breaks[:_SHOWN]:
         times = f", {each.times} times" if each.times > 1 else ""
         code = f" `{each.code.strip()}`" if each.code else ""
         yield f"  broken at {each.source}{code}{times}: {each.reason}"
     if len(step.breaks) > _SHOWN:
-        yield f"  and at {len(step.breaks) - _SHOWN} lines more"
+        yield f"  and at {len(step.breaks) - _SHOWN} more lines"
     by_frame: dict[str, list[Capture]] = {}
     for capture in step.captures:
         by_frame.setdefault(capture.frame, []).append(capture)
@@ -89,7 +89,7 @@ def captures_lines(step: StepRecord) -> Iterator[str]:
     for captures in several[:_SHOWN]:
         yield from _variants(captures, step)
     if len(several) > _SHOWN:
-        yield f"variants     of {len(several) - _SHOWN} functions more"
+        yield f"variants     of {len(several) - _SHOWN} more functions"
     if step.seconds:
         spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in step.seconds.items() if seconds >= 0.05)
         yield f"compiling    {sum(step.seconds.values()):.1f} s: {spent}"
@@ -104,9 +104,9 @@ def _variants(captures: Sequence[Capture], step: StepRecord) -> Iterator[str]:
 
 def _why(capture: Capture) -> str:
     if _UNSYNCED in capture.recompiled:
-        return "because gradients are reduced in one and not in the other (no_sync, set_requires_gradient_sync)"
+        return "because gradients are reduced in one variant and not in the other (no_sync, set_requires_gradient_sync)"
     if _KEYS in capture.recompiled:
-        return "because it is another instance of the model, with parameters of its own"
+        return "because it is another instance of the model, with its own parameters"
     return f"because {capture.recompiled}" if capture.recompiled else "the first"
 
 

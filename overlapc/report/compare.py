@@ -143,7 +143,7 @@ def totals_text(step: StepRecord) -> str:
     ]
     if step.measured_peak_bytes is not None and graphs:
         peak = graphs_peak_bytes(step, graphs)
-        without = "" if step.optimizer_bytes else "; optimizer state and the like count too"
+        without = "" if step.optimizer_bytes else "; allocated memory includes optimizer state and other tensors"
         lines.append(
             f"peak memory  {human_bytes(peak)} predicted, {human_bytes(step.measured_peak_bytes)} allocated at most "
             f"(ratio {step.measured_peak_bytes / max(peak, 1):.3f}{without})"
@@ -212,7 +212,8 @@ def _quality(every: Iterable[Row]) -> Iterator[str]:
         alone = [ratio for row in found if (ratio := row.alone_ratio) is not None]
         if alone:
             off = median(abs(ratio - 1) for ratio in alone)
-            yield f"  {len(alone)} with nothing beside them: half within {off:.0%}, {median(alone):.2f} of the estimate"
+            yield f"  {len(alone)} without overlap: half within {off:.0%}, {median(alone):.2f} of the estimate"
         beside = [points for row in found if (points := row.slowdown_error) is not None]
         if beside:
-            yield f"  {len(beside)} overlapped throughout: half within {median(beside):.0f} points of the time alone"
+            error = f"{median(beside):.0f} percentage points of their time without overlap"
+            yield f"  {len(beside)} overlapped throughout: half within {error}"

@@ -49,7 +49,7 @@ def differences(first: StepRecord, second: StepRecord) -> list[Row]:
     measured = Row("step", "measured", _measured(first), _measured(second))
     if (measured.first, measured.second) != (None, None):
         rows.append(measured)
-    rows.append(Row("step", "no order can beat", first.lower_bound_ns, second.lower_bound_ns))
+    rows.append(Row("step", "lower bound", first.lower_bound_ns, second.lower_bound_ns))
     sections = {"where it goes": _parts, "compute": _work, "communication": _queues, "exposed": _causes}
     for section, of in sections.items():
         rows += _section(section, dict(of(first)), dict(of(second)), 0.0 if of is _parts else least_ns)
@@ -94,7 +94,7 @@ def _section(section: str, first: dict[str, float], second: dict[str, float], le
     rest = rows[len(shown) :]
     if len(rest) > 1:
         sums = [sum(getattr(row, side) for row in rest) for side in ("first", "second")]
-        rest = [Row(section, f"{len(rest)} that changed little", *sums)]
+        rest = [Row(section, f"{len(rest)} with small changes", *sums)]
     return [*shown, *rest]
 
 

@@ -52,7 +52,7 @@ def _read(path: Path, _changed: int) -> Seen:
         return _from_trace(path)
     graphs = [graph for step in load(path).steps for graph in step.graphs if graph.measured is not None]
     if not graphs:
-        raise ConfigError(f"estimates: {path} was not measured; take the record of `overlapc demo --profile`")
+        raise ConfigError(f"estimates: {path} has no measured times; use a record of `overlapc demo --profile`")
     return {key: found for graph in reversed(graphs) for key, found in _from_record(graph).items()}
 
 

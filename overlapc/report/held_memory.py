@@ -30,9 +30,9 @@ def peak_parts(step: StepRecord) -> str:
         state = f"{human_bytes(state_bytes)} of it is the state of {names}"
         parts.append(state if state_bytes else f"{names} keeps no state")
     elif trains:
-        parts.append("the state of an optimizer comes on top")
+        parts.append("optimizer state is not included")
     if max(trains, default=0) > 1:
-        parts.append("gradients of earlier micro-batches come on top")
+        parts.append("gradients of earlier micro-batches are not included")
     return "; ".join(parts)
 
 

@@ -16,12 +16,12 @@ from overlapc.units import human_bytes
 
 NO_BUDGET = "no memory_budget is set"
 NO_ROOM = "memory_budget has no room for more"
-NOT_SHORTER = "the step was no shorter in trial plans that keep more of them"
-HIDDEN = "backward was no shorter in a trial plan without these gathers"
+NOT_SHORTER = "keeping more of them did not shorten the step in trial plans"
+HIDDEN = "a trial plan without these gathers did not shorten backward"
 SWITCHED_OFF = "keep_gathered is off"
 _NAMED = 4  # modules listed by name
 _BY_BUDGET = "memory_budget has room for them"
-_BY_SCRIPT = "they do not reshard after forward"
+_BY_SCRIPT = "they are not resharded after forward"
 
 
 @dataclass(frozen=True, slots=True)

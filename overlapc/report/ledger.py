@@ -72,15 +72,15 @@ class Ledger:
         busiest_ns = max(spent.queues_ns.values(), default=0.0)
         parts = (
             *(Part(what, alone_ns * share, kind) for (what, kind), share in compute_shares(step).items()),
-            Part("compute slowed by communication beside it", spent.slowed_ns, "slowed"),
+            Part("compute slowed by communication", spent.slowed_ns, "slowed"),
             Part("exposed communication", spent.exposed_ns, "idle"),
             Part("gaps between kernels", idle_ns, "gap"),
-            Part("the host, which the device waits for", beyond_ns, "host"),
+            Part("waiting for the host", beyond_ns, "host"),
         )
         hidden_ns = max(spent.compute_ns + idle_ns, busiest_ns, host_ns)
         ceilings = [
             Ceiling("as predicted", step.step_ns),
-            Ceiling("no order of these nodes can beat", step.lower_bound_ns),
+            Ceiling("lower bound of all orders", step.lower_bound_ns),
             Ceiling("all communication hidden", hidden_ns),
             Ceiling("hidden, and compute not slowed by it", max(alone_ns + idle_ns, busiest_ns, host_ns)),
         ]
@@ -88,7 +88,7 @@ class Ledger:
         if again_ns > _LEAST * step.step_ns:
             ceilings.append(Ceiling("without recomputation", step.step_ns - again_ns))
         if beyond_ns:
-            ceilings.append(Ceiling("a host that is fast enough", spent.device_ns))
+            ceilings.append(Ceiling("with a host that is fast enough", spent.device_ns))
         seen = measured_step(step) if exposed_is_measured(step) else None
         # Another order saves at most the distance to the lower bound; faster compute saves at most the distance to the
         # time of the busiest queue.
@@ -98,10 +98,10 @@ class Ledger:
             exposed_ns = sum(each.exposed_ns for each in alike)
             gain_ns = min(exposed_ns, by_order_ns) if cause in OF_ORDER and seen is None else exposed_ns
             found.append(Gain(gain_ns, f"{_graphs(alike)}: {cause.why}", cause.advice, bool(seen)))
-        slowed = "communication beside compute slows it"
+        slowed = "communication slows overlapping compute"
         slowed_ns = min(spent.slowed_ns, max(0.0, step.step_ns - max(busiest_ns, host_ns)))
         found.append(Gain(slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
-        again = "backward computes again what forward computed"
+        again = "backward recomputes what forward computed"
         found.append(
             Gain(again_ns, again, "fewer activation checkpoints or reshard_after_forward=False, where memory allows")
         )
@@ -189,7 +189,7 @@ def measured_parts(measured: Measured) -> tuple[Part, ...]:
         Part("compute", measured.compute_ns, "extern"),
         Part("exposed communication", measured.exposed_ns, "idle"),
         Part("gaps between kernels", measured.idle_ns - measured.late_ns, "gap"),
-        Part("the host, which the device waits for", measured.late_ns, "host"),
+        Part("waiting for the host", measured.late_ns, "host"),
     )
     return tuple(part for part in parts if part.ns > 0)
 
@@ -226,9 +226,9 @@ def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
     found = []
     seen = measured_step(step)
     if step.clock_ns is not None:
-        found.append(("step, by the clock", ms(step.clock_ns), "from optimizer to optimizer, with all between"))
+        found.append(("step, by the clock", ms(step.clock_ns), "from one optimizer step to the next"))
     if seen is not None:
-        beside = f"of it exposed {ms(seen.exposed_ns)}, idle {ms(seen.idle_ns)}"
+        beside = f"exposed {ms(seen.exposed_ns)}, idle {ms(seen.idle_ns)}"
         found.append(("step, measured", ms(seen.step_ns), beside))
     found.append(("step, predicted" if found else "step", ms(step.step_ns), f"as traced {ms(step.step_before_ns)}"))
     if step.tokens:
@@ -237,7 +237,7 @@ def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
     share = exposed_ns / step.step_ns if step.step_ns else 0.0
     found.append(("exposed communication", ms(exposed_ns), f"{share:.1%} of the step"))
     best = ledger.ceilings[1].ns
-    found.append(("no order can beat", ms(best), f"gap {step.step_ns / best - 1:.1%}" if best else ""))
+    found.append(("lower bound", ms(best), f"gap {step.step_ns / best - 1:.1%}" if best else ""))
     if ledger.utilization is not None:
         found.append(("arithmetic", f"{ledger.utilization:.1%}", "of the profile's rate, recomputation included"))
     budgets = [graph.budget_bytes for graph, _ in step.called if graph.budget_bytes is not None]

@@ -93,15 +93,13 @@ class Spent:
             )
         if busy_ns > self.compute_ns:
             return Cause(
-                f"communication: {queue} takes {ms(busy_ns)}, all compute {ms(self.compute_ns)}, which cannot hide it",
-                "more to compute on each rank (batch, sequence); fewer bytes (mp_policy, reshard_after_forward=False,"
+                f"communication: {queue} takes {ms(busy_ns)}, longer than all compute ({ms(self.compute_ns)})",
+                "more compute on each rank (batch, sequence); fewer bytes (mp_policy, reshard_after_forward=False,"
                 " overlapc.no_sync); fewer ranks on this mesh axis (HSDP)",
             )
         if self.exposed_ns > _LITTLE * self.device_ns:
-            return Cause(f"communication that is exposed, {self._share(self.exposed_ns)} of the step: see below")
-        rest = (
-            "communication is hidden but for what follows" if self.queues_ns else "nothing in these graphs communicates"
-        )
+            return Cause(f"exposed communication, {self._share(self.exposed_ns)} of the step: see below")
+        rest = "communication is hidden except as listed below" if self.queues_ns else "these graphs do not communicate"
         return Cause(f"compute, {self._share(self.compute_ns)} of the step; {rest}")
 
     def _share(self, ns: float) -> str:

@@ -36,8 +36,8 @@ def refine(profile: str, records: Sequence[Path]) -> tuple[Feedback, dict[str, A
     if not feedback.changes:
         nodes = sum(len(run.measured_ns) for run in runs)
         raise ConfigError(
-            f"{', '.join(path.name for path in records)}: nothing in {nodes} measured nodes brings the predictions of"
-            f" {base.name} nearer; it needs several nodes of a kind and size"
+            f"{', '.join(path.name for path in records)}: none of {nodes} measured nodes improves the predictions of"
+            f" {base.name}; fitting needs several nodes of the same kind and size"
         )
     return feedback, _document(profile, feedback, ", ".join(path.name for path in records))
 
@@ -54,7 +54,7 @@ def runs_of(path: Path) -> list[Run]:
             if graph.measured is not None and graph.measured.nodes:
                 same[graph.name, graph.schedule].append(graph)
     if not same:
-        raise ConfigError(f"{path} was not measured; take the record of `overlapc demo --profile`")
+        raise ConfigError(f"{path} has no measured times; use a record of `overlapc demo --profile`")
     return [_run(graphs) for graphs in same.values()]
 
 
@@ -108,7 +108,7 @@ def feedback_text(feedback: Feedback) -> str:
     lines.append("\nhalf of the nodes that were held out are predicted within:")
     for each in feedback.errors:
         lines.append(f"  {each.kind}: {each.before:.1%} before, {each.after:.1%} now ({each.nodes})")
-    lines += [f"  {part}: left as it was, fitting it brings nothing nearer" for part in feedback.refused]
+    lines += [f"  {part}: unchanged, because fitting it does not improve predictions" for part in feedback.refused]
     return "\n".join(lines)
 
 

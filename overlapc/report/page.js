@@ -12,7 +12,7 @@
   const shown = { rank: 0, all: false, orders: new Set(["before", "after", "measured"]), node: null };
   let bands = [], plot = null, memory = null, end = 1, painted = 0, paintMs = 0;
 
-  // --- bands: one a rank, order and lane, with its spans by their begin
+  // --- bands: one for each rank, order and lane, with its spans sorted by start
 
   function makeBands() {
     const ranks = shown.all ? data.ranks.map((_, at) => at) : [shown.rank];
@@ -35,7 +35,7 @@
     return y;
   }
 
-  // The first span of a band that ends behind `at`: spans of one lane do not overlap, but for collectives in flight.
+  // Index of the first span of a band that ends after `at`: spans of one lane do not overlap, except collectives in flight.
   function first(spans, at) {
     let low = 0, high = spans.length;
     while (low < high) { const middle = (low + high) >> 1; if (spans[middle][3] < at) low = middle + 1; else high = middle; }
@@ -113,7 +113,7 @@
       addEventListener("mouseup", () => { panned = null; });
       u.over.addEventListener("click", event => { if (u === plot && down !== null && Math.abs(event.offsetX - down) < 4) pick(u, event.offsetX, event.offsetY); });
       u.over.addEventListener("dblclick", whole);
-      // One finger moves, two zoom around what is between them; up and down scrolls the page.
+      // One finger moves the view, two fingers zoom around their center; vertical movement scrolls the page.
       let touched = null;
       const fingers = event => {
         const at = [...event.touches].map(each => each.clientX - u.over.getBoundingClientRect().left);
@@ -211,13 +211,13 @@
     const [graph, name] = [node.slice(0, node.indexOf("/")), node.slice(node.indexOf("/") + 1)];
     const waits = span && data.kinds[span[1]] === "idle";
     if (span) rows.push([`${band.order === "measured" ? "measured" : band.order + " the passes"}`, `${time(span[3] - span[2])}, from ${time(span[2])} on ${band.lane}` + (waits ? "; compute waits for it" : "")]);
-    for (const [title, key] of [["what", "what"], ["of", "of"], ["group", "group"], ["limited by", "limit"], ["estimate by", "by"], ["line", "line"]])
+    for (const [title, key] of [["what", "what"], ["of", "of"], ["group", "group"], ["limited by", "limit"], ["estimate from", "by"], ["line", "line"]])
       if (facts[key]) rows.push([title, facts[key]]);
     if (span) {
       const beside = bands.filter(each => each.spans && each !== band && each.rank === band.rank && each.order === band.order)
         .flatMap(each => each.spans.filter(one => one[2] < span[3] && one[3] > span[2] && one[4] !== node));
       const names = [...new Set(beside.sort((a, b) => (b[3] - b[2]) - (a[3] - a[2])).map(one => one[4].slice(one[4].indexOf("/") + 1)))];
-      if (names.length) rows.push(["beside it", names.slice(0, 8).join(", ") + (names.length > 8 ? ` and ${names.length - 8} more` : "")]);
+      if (names.length) rows.push(["runs beside", names.slice(0, 8).join(", ") + (names.length > 8 ? ` and ${names.length - 8} more` : "")]);
     }
     const panel = byId("node"), list = document.createElement("dl"), head = document.createElement("b");
     head.textContent = `${name} in ${graph}`;
@@ -274,8 +274,8 @@
   });
   count();
   draw();
-  // For whoever scripts a page: the time that is shown, in ms; the highest point of each curve of memory, after the passes,
-  // before, the budget; how much of the timeline was painted last, and how long that took.
+  // For scripts and tests: the visible time range in ms; the maximum of each memory curve (after the passes, before them,
+  // the budget); the number of bands and spans painted last, and how long that took.
   window.overlapcTimeline = {
     range: () => [plot.scales.x.min, plot.scales.x.max],
     memory: () => (memory ? memory.data.slice(1).map(column => Math.max(...column.filter(each => each !== undefined))) : []),

@@ -1,9 +1,9 @@
-// Several plans as a plot: one measure over what varies, a line for each combination of the rest. uPlot draws.
+// Plot of several plans, drawn by uPlot: one quantity over a varied option, a line for each combination of the others.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const COLORS = ["--extern", "--idle", "--comm", "--attention", "--host", "--convolution", "--memory", "--library"];
-  const DASHES = [[], [8, 4], [2, 3]];  // where there are more lines than colors
+  const DASHES = [[], [8, 4], [2, 3]];  // used if there are more lines than colors
   const byId = id => document.getElementById(id);
   const color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const style = at => ({ stroke: color(COLORS[at % COLORS.length]), dash: DASHES[Math.floor(at / COLORS.length) % DASHES.length] });
@@ -13,7 +13,7 @@
   function draw() {
     if (plot) plot.destroy();
     const axis = { stroke: color("--soft"), grid: { stroke: color("--line") }, ticks: { stroke: color("--line") } };
-    const wide = data.places[data.places.length - 1] >= 8 * data.places[0];  // then powers of two are as far apart
+    const wide = data.places[data.places.length - 1] >= 8 * data.places[0];  // use a logarithmic axis
     plot = new uPlot({
       width: Math.max(280, byId("plot").clientWidth - 2), height: 380, legend: { show: false },
       cursor: { drag: { x: false, y: false }, points: { size: 8 } },
@@ -30,7 +30,7 @@
     }, [data.places, ...data.lines.map(line => line.values[measure])], byId("plot"));
   }
 
-  // Beside the plot: the figures at the place under the cursor, of every line.
+  // Shows the values of every line at the cursor in a panel.
   function point(u) {
     const at = u.cursor.idx, panel = byId("point");
     panel.hidden = at === null || at === undefined;
@@ -54,7 +54,7 @@
       label.append(mark, line.name); byId("lines").append(label);
     });
   draw();
-  // For whoever scripts a page: what is drawn.
+  // For scripts and tests: the drawn data.
   window.overlapcPlans = { data: () => plot.data, axes: () => plot.axes.map(axis => axis.label) };
   let pending = 0;
   addEventListener("resize", () => { clearTimeout(pending); pending = setTimeout(draw, 100); });

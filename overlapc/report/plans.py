@@ -21,7 +21,7 @@ Outcome = StepRecord | str  # the step, or the reason why it does not fit into m
 
 GPUS = "world size"
 _UNITS = {GPUS: "GPUs", "seq": "tokens a row", "batch": "rows a rank", "budget": "memory budget, GiB"}
-_HEADS = ("step", "exposed", "no order can beat", "tokens/s", "tokens/s a GPU", "peak", "bound by")
+_HEADS = ("step", "exposed", "lower bound", "tokens/s", "tokens/s a GPU", "peak", "bound by")
 # The quantities that a plot can show, as the page's menu lists them.
 _MEASURES = ("tokens/s a GPU", "tokens/s", "step, ms", "exposed communication, ms", "peak memory, GiB")
 

@@ -65,7 +65,7 @@ class Report:
             return saved_schedules.render(self.steps)
         if target.suffix == ".txt":
             return text.render(self.steps, all_rows=True) + "\n"
-        raise ConfigError(f"{target.name}: a report saves as .html, .pftrace, .json, schedule.txt or .txt")
+        raise ConfigError(f"{target.name}: a report can be saved as .html, .pftrace, .json, schedule.txt or .txt")
 
     def to_json(self) -> str:
         """Return the report as JSON, from which `load` builds an equal report."""
@@ -87,7 +87,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     head = documents.from_json(text, _Head, f"{path} is not a record")
     if head.overlapc_record != FORMAT:
         raise ConfigError(f"{path} is not a record of this version; save one with overlapc.report().save(...)")
-    return Report(documents.from_json(text, _Document, f"{path} is not a record as overlapc writes it").steps)
+    return Report(documents.from_json(text, _Document, f"{path} is not a valid record").steps)
 
 
 _graphs: list[GraphRecord] = []

@@ -86,7 +86,7 @@ def kept(text: str) -> Kept:
     profiles: dict[str, DeviceProfile] = {}
     step = _Step()
     for what, content in _LINE.findall(text):
-        problem = f"the schedules' line `# {what}` is not as overlapc writes it"
+        problem = f"the line `# {what}` after the schedules is malformed"
         if what == "step":
             step = documents.from_json(content, _Step, problem)
             continue

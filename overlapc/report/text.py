@@ -117,7 +117,7 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     yield f"step time    {ms(graph.before.step_ns)} -> {ms(after)}; {bound_text(after, bound)}"
     if sum(graph.gap.values()) > 0:
         parts = ", ".join(f"{kind} {ms(ns)}" for kind, ns in graph.gap.items())
-        yield f"gap          {ms(sum(graph.gap.values()))}: {parts}; beyond what every order loses"
+        yield f"gap          {ms(sum(graph.gap.values()))} above the lower bound: {parts}"
     budget = "no budget" if graph.budget_bytes is None else f"budget {human_bytes(graph.budget_bytes)}"
     yield f"peak memory  {human_bytes(graph.incoming_peak_bytes)} -> {human_bytes(graph.peak_bytes)} ({budget})"
     yield f"kernels      {graph.kernels} generated, {graph.externs} library calls, {fallback_text(graph)}"
@@ -127,7 +127,7 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     if graph.captured:
         yield f"CUDA graphs  {graph.captured}"
     if graph.pool_bytes:
-        yield f"copies       through {human_bytes(graph.pool_bytes)} a rank that ranks share, part of the peak above"
+        yield f"copies       use {human_bytes(graph.pool_bytes)} of shared memory on each rank, part of the peak above"
     if graph.not_copied:
         by_reason: dict[str, list[str]] = {}
         for name, reason in graph.not_copied.items():
@@ -137,7 +137,7 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     if graph.tuned:
         yield f"block sizes  {graph.tuned}"
     if graph.unknown:
-        yield f"unknown      {_some(graph.unknown)}: no estimate for these; the times above leave them out"
+        yield f"unknown      {_some(graph.unknown)}: no estimate; the times above do not include these nodes"
 
 
 def _compiled_line(graph: GraphRecord) -> str:
@@ -178,7 +178,7 @@ def totals_text(step: StepRecord) -> str:
         lines += _exposure_lines(exposure)
     rest_ns = sum(exposure.exposed_ns for exposure in worst[_EXPOSURES_SHOWN:])
     if rest_ns:
-        lines.append(f"  {ms(rest_ns)}  in {len(worst) - _EXPOSURES_SHOWN} other ways")
+        lines.append(f"  {ms(rest_ns)}  from {len(worst) - _EXPOSURES_SHOWN} other causes")
     return "\n".join(
         [
             *lines,
@@ -198,11 +198,11 @@ def _measured_lines(step: StepRecord) -> Iterator[str]:
     seen = measured_step(step)
     if seen is not None:
         parts = [("compute", seen.compute_ns), ("exposed", seen.exposed_ns), ("idle", seen.idle_ns)]
-        for_host = f", of it {ms(seen.late_ns)} for the host" if seen.late_ns else ""
+        for_host = f" ({ms(seen.late_ns)} of it waiting for the host)" if seen.late_ns else ""
         yield f"measured     {ms(seen.step_ns)}: {', '.join(f'{what} {ms(ns)}' for what, ns in parts)}{for_host}"
     if step.clock_ns is not None:
         rate = f"; {tokens_per_s(step):,.0f} tokens/s" if step.tokens else ""
-        yield f"by the clock {ms(step.clock_ns)} from optimizer to optimizer, with all between{rate}"
+        yield f"by the clock {ms(step.clock_ns)} from one optimizer step to the next{rate}"
 
 
 def _calls_lines(step: StepRecord) -> Iterator[str]:
@@ -210,7 +210,7 @@ def _calls_lines(step: StepRecord) -> Iterator[str]:
     left_out = [graph.name for graph in step.left_out]
     if left_out or any(times != 1 for _, times in step.called):
         calls = tuple(f"{times} x {graph.name}" if times > 1 else graph.name for graph, times in step.called)
-        rest = f"; no part of it: {_some(tuple(left_out))}" if left_out else ""
+        rest = f"; not part of it: {_some(tuple(left_out))}" if left_out else ""
         yield f"one step     {_some(calls)}{rest}"
 
 
@@ -218,7 +218,7 @@ def _slowed(spent: Spent) -> str:
     """Return the text about the time that overlapping communication adds to compute, "" if it is negligible."""
     if spent.slowed_ns < _LEAST_SLOWED * spent.compute_ns:
         return ""
-    return f", {ms(spent.slowed_ns)} of it because communication runs beside it"
+    return f", {ms(spent.slowed_ns)} of it because communication overlaps it"
 
 
 def _work(spent: Spent) -> str:
@@ -249,7 +249,7 @@ def _other_rank(first: StepRecord, other: StepRecord) -> str:
 def bound_text(time_ns: float, bound_ns: float) -> str:
     """Return the text of a lower bound and of the gap between it and a time."""
     over = 100 * (time_ns / bound_ns - 1) if bound_ns > 0 else 0.0
-    return f"no order can beat {ms(bound_ns)} (gap {over:.1f}%)"
+    return f"lower bound {ms(bound_ns)} (gap {over:.1f}%)"
 
 
 def _short(origin: str, most: int = 36) -> str:

@@ -31,7 +31,7 @@ def render(steps: Sequence[StepRecord]) -> bytes:
     try:
         from perfetto.trace_builder.proto_builder import TraceProtoBuilder
     except ImportError:
-        raise ConfigError("a .pftrace is written by the package perfetto: pip install perfetto") from None
+        raise ConfigError("a .pftrace needs the package perfetto: pip install perfetto") from None
     writer = _Writer(TraceProtoBuilder())
     ranks = page_data(steps)["ranks"]
     for rank in ranks:

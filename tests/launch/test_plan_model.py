@@ -151,5 +151,5 @@ def test_saved_schedules_read_back_to_the_same_figures(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ['machine {"graphs": 3}', "step {]}", 'step {"calls": {"forward_0": -1}}'])
 def test_what_a_schedule_file_says_of_its_machine_is_looked_at(what):
-    with pytest.raises(ConfigError, match=f"the schedules' line `# {what.split()[0]}` is not as overlapc writes it"):
+    with pytest.raises(ConfigError, match=f"the line `# {what.split()[0]}` after the schedules is malformed"):
         plan_text(f"schedule s\nx = kernel() : 4B 1us\n# {what}\n", Config())

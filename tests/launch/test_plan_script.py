@@ -188,7 +188,7 @@ def test_an_optimizer_that_cannot_step_is_named(tmp_path):
     report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
     assert assumed == ["without the state of Guarded: AssertionError: no learning rate"]
     assert report.steps[0].optimizer_bytes == {}
-    assert "the state of an optimizer comes on top" in str(report)
+    assert "optimizer state is not included" in str(report)
 
 
 @pytest.mark.parametrize(

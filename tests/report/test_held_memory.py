@@ -43,13 +43,13 @@ def test_a_backward_without_its_forward_is_taken_as_it_is():
 def test_the_peak_of_a_step_has_the_state_of_its_optimizers_and_their_update():
     graphs = (GRAPH, backward("primals_1 = input : 8MiB"))
     step = StepRecord(graphs=graphs)
-    assert (step_peak_bytes(step), peak_parts(step)) == (100 * MIB, "the state of an optimizer comes on top")
+    assert (step_peak_bytes(step), peak_parts(step)) == (100 * MIB, "optimizer state is not included")
     step = replace(step, optimizer_bytes={"AdamW": 20 * MIB}, update_peak_bytes=110 * MIB)
     assert (step_peak_bytes(step), peak_parts(step)) == (120 * MIB, "20MiB of it is the state of AdamW")
     step = replace(step, update_peak_bytes=130 * MIB, calls={"forward_3": 2, "backward_3": 2})
     assert step_peak_bytes(step) == 130 * MIB
     assert peak_parts(step) == (
         "while the optimizer steps (120MiB in the compiled graphs); 20MiB of it is the state of AdamW;"
-        " gradients of earlier micro-batches come on top"
+        " gradients of earlier micro-batches are not included"
     )
     assert peak_parts(StepRecord(graphs=(GRAPH,))) == "", "inference keeps nothing else"

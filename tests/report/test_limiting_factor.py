@@ -29,9 +29,9 @@ def step(compute_us: float, queue_us: float, exposed_us: float, host_us: float |
     ("compute_us", "queue_us", "exposed_us", "host_us", "why", "advised"),
     [
         (90, 100, 40, 140, "the host: it needs 0.140 ms, the device 0.130 ms", True),
-        (90, 100, 40, 120, "communication: @dp takes 0.100 ms, all compute 0.090 ms, which cannot hide it", True),
-        (90, 80, 10, None, "communication that is exposed, 10.0% of the step: see below", False),
-        (98, 80, 2, 99, "compute, 98.0% of the step; communication is hidden but for what follows", False),
+        (90, 100, 40, 120, "communication: @dp takes 0.100 ms, longer than all compute (0.090 ms)", True),
+        (90, 80, 10, None, "exposed communication, 10.0% of the step: see below", False),
+        (98, 80, 2, 99, "compute, 98.0% of the step; communication is hidden except as listed below", False),
     ],
 )
 def test_the_longest_is_named(compute_us, queue_us, exposed_us, host_us, why, advised):
@@ -67,8 +67,7 @@ def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known
         return line
 
     assert said(slowed) == (
-        "compute      0.100 ms, 0.020 ms of it because communication runs beside it:"
-        " mm 60% (1), generated kernels 40% (1)"
+        "compute      0.100 ms, 0.020 ms of it because communication overlaps it: mm 60% (1), generated kernels 40% (1)"
     )
     for unsaid in (replace(slowed, alone_ns=99.5e3), replace(slowed, alone_ns=None)):
         assert "beside" not in said(unsaid)
@@ -77,7 +76,7 @@ def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known
 
 def test_a_step_of_nothing_is_bound_by_nothing():
     nothing = Spent.of(StepRecord(graphs=(replace(FORWARD, collectives=(), after=Plan(0.0)),)))
-    assert nothing.limiting_factor().why == "compute, 0% of the step; nothing in these graphs communicates"
+    assert nothing.limiting_factor().why == "compute, 0% of the step; these graphs do not communicate"
 
 
 def test_who_says_how_long_nodes_take_counts_by_time():

@@ -175,9 +175,11 @@ def test_prediction_is_compared_with_contention_and_flagged(gpu_trace):
     assert line.split() == ["mm0", "mm", "1", "GFLOP", "30.0", "30.0", "40.0", "1.33", "off"]
     totals = compare.totals_text(StepRecord(0, 4, (graph,), 110))
     assert "100B predicted, 110B allocated at most (ratio 1.100" in totals
-    assert "library calls: 1 of 1 measured, half within 33%, 1 off by more than 20%\n  1 with nothing beside" in totals
+    assert "library calls: 1 of 1 measured, half within 33%, 1 off by more than 20%\n  1 without overlap" in totals
     assert "half within 33%, 1.33 of the estimate" in totals  # mm0 ran by itself: the estimate was wrong
-    assert "1 overlapped throughout: half within 0 points" in totals  # k0 ran beside ag0, as long as predicted
+    assert (
+        "1 overlapped throughout: half within 0 percentage points" in totals
+    )  # k0 ran beside ag0, as long as predicted
 
 
 def test_a_trace_goes_to_its_rank_and_survives_a_file(gpu_trace, tmp_path):

@@ -65,7 +65,7 @@ def test_a_folder_holds_the_records_of_all_ranks(tmp_path):
     nodes = {node.name: node for node in run.schedule.nodes}
     assert run.measured_ns["g0"] == pytest.approx(1.1 * nodes["g0"].estimate.ns)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="empty was not measured"):
+    with pytest.raises(ConfigError, match="empty has no measured times"):
         runs_of(tmp_path / "empty")
 
 
@@ -89,13 +89,13 @@ def test_a_record_becomes_a_profile_that_predicts_it(tmp_path, capsys):
 
     again = tmp_path / "again.json"
     assert main(["calibrate", "--from", str(path), "--profile", str(out), "--out", str(again)]) == 2
-    assert "brings the predictions of mine nearer" in capsys.readouterr().err
+    assert "improves the predictions of mine" in capsys.readouterr().err
     assert not again.exists()
 
 
 def test_a_record_that_was_not_measured_is_refused(tmp_path):
     path = Report((StepRecord(graphs=(FORWARD,)),)).save(tmp_path / "overlap.json")
-    with pytest.raises(ConfigError, match="was not measured"):
+    with pytest.raises(ConfigError, match="has no measured times"):
         runs_of(path)
 
 

@@ -67,7 +67,7 @@ def test_micro_batches_count_as_often_as_they_run_and_evaluation_does_not():
     assert step.device_ns == pytest.approx(2 * (forward.after.step_ns + backward.after.step_ns))
     assert step.left_out == (inference,)
     line = next(line for line in str(overlapc.report()).splitlines() if line.startswith("one step"))
-    assert line == f"one step     2 x {forward.name}, 2 x {backward.name}; no part of it: {inference.name}"
+    assert line == f"one step     2 x {forward.name}, 2 x {backward.name}; not part of it: {inference.name}"
 
 
 def test_the_state_of_an_optimizer_counts_when_the_function_that_made_it_has_ended():
@@ -171,7 +171,7 @@ def test_graph_breaks_and_variants_are_named_with_line_and_reason():
         step(torch.ones(rows, 8)).backward()
     lines = str(overlapc.report()).splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("pieces"))
-    assert lines[at] == "pieces       2: nothing is scheduled across their borders"
+    assert lines[at] == "pieces       2: no node is scheduled across their boundaries"
     line = Pieces.forward.__code__.co_firstlineno + 2
     assert lines[at + 1] == (
         f"  broken at {__file__}:{line} `torch._dynamo.graph_break()`, 2 times: Call to `torch._dynamo.graph_break()`"
@@ -189,7 +189,10 @@ def test_graph_breaks_and_variants_are_named_with_line_and_reason():
 @pytest.mark.parametrize(
     ("guard", "why"),
     [
-        ("0/0: KeyError on self._modules['up']._overlapc_unsynced['weight']", "gradients are reduced in one and not"),
+        (
+            "0/0: KeyError on self._modules['up']._overlapc_unsynced['weight']",
+            "gradients are reduced in one variant and not",
+        ),
         ("0/0: self._modules['up']._overlapc_keys['weight'] == 'up.weight#2'", "another instance of the model"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_click_on_a_bar_shows_its_node_and_its_row_and_a_row_leads_to_the_bar(
     assert panel.startswith("ag1 in forward")
     assert "100.0 µs, from 100.0 µs on @dp" in panel
     assert "peak memory" in panel
-    assert "mm0" in panel.split("beside it")[1]
+    assert "mm0" in panel.split("runs beside")[1]
     assert page.locator("#collectives tr.chosen").get_attribute("data-node") == "forward/ag1"
     before = shown_ms(page)
     page.locator("#collectives tbody tr").nth(0).click()

@@ -32,7 +32,7 @@ FOUND: list[tuple[plans.Point, plans.Outcome]] = [
 
 def test_the_table_has_what_varies_and_the_rates():
     assert re.split(r"  +", plans.table(AXES, FOUND).splitlines()[0].strip()) == [
-        "world size", "budget", "step", "exposed", "no order can beat", "tokens/s", "tokens/s a GPU", "peak",
+        "world size", "budget", "step", "exposed", "lower bound", "tokens/s", "tokens/s a GPU", "peak",
         "bound by",
     ]  # fmt: skip
     rows = plans.table_rows(AXES, FOUND)[1]

@@ -31,7 +31,7 @@ def test_the_suffix_picks_the_form(tmp_path):
 
 
 def test_an_unknown_suffix_names_the_forms(tmp_path):
-    with pytest.raises(ConfigError, match=r"report.pdf: a report saves as .html, .pftrace"):
+    with pytest.raises(ConfigError, match=r"report.pdf: a report can be saved as .html, .pftrace"):
         REPORT.save(tmp_path / "report.pdf")
 
 

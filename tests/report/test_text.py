@@ -20,11 +20,11 @@ ag0 all_gather            @dp(2)   library    1MiB        100  table x   0.0 -> 
 start of schedule
 ag1 all_gather  layers.1  @dp(2)   library    1MiB        100  table x  0.0 -> 80.0   100 -> 20.0        2  peak memory
 all 2                                         2MiB        200           0.0 -> 80.0    200 -> 120        2
-step time    0.360 ms -> 0.280 ms; no order can beat 0.260 ms (gap 7.7%)
+step time    0.360 ms -> 0.280 ms; lower bound 0.260 ms (gap 7.7%)
 peak memory  2MiB -> 3MiB (budget 4MiB)
 kernels      1 generated, 1 library calls, 3 fallbacks (aten.topk 2, aten.sort 1)
 compiled in  1.50 s; passes: raise_collectives 0.002 s
-unknown      strange: no estimate for these; the times above leave them out"""
+unknown      strange: no estimate; the times above do not include these nodes"""
 
 
 def test_the_table_of_one_graph():
@@ -45,12 +45,12 @@ def test_every_rank_that_differs_gets_a_line_and_equal_ones_none():
 
 SUMMARY = """\
 rank 0 of 2: 2 compiled graph(s), predicted times
-step time    0.720 ms -> 0.560 ms; no order can beat 0.520 ms (gap 7.7%)
-bound by     communication: @dp takes 0.400 ms, all compute 0.320 ms, which cannot hide it
-             try: more to compute on each rank (batch, sequence); fewer bytes (mp_policy, reshard_after_forward=False, \
+step time    0.720 ms -> 0.560 ms; lower bound 0.520 ms (gap 7.7%)
+bound by     communication: @dp takes 0.400 ms, longer than all compute (0.320 ms)
+             try: more compute on each rank (batch, sequence); fewer bytes (mp_policy, reshard_after_forward=False, \
 overlapc.no_sync); fewer ranks on this mesh axis (HSDP)
 exposed      0.200 ms -> 0.120 ms of communication
-  0.100 ms  a collective of forward (ag0): the graph begins with it: no compute can run before it is done
+  0.100 ms  a collective of forward (ag0): the graph begins here: no compute can run before this communication is done
             try: a small fully_shard group for what is used first; in backward, reshard_after_forward=False for it
   0.020 ms  a collective of forward (layers.1): more collectives in flight at once would exceed the memory limit
             try: a larger memory_budget; without one, a larger peak_increase
@@ -75,12 +75,12 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device():
 
     step, bound, tried, *rest = lines(500.0, 500.0)
     assert (step, bound) == (
-        "step time    1.000 ms -> 1.000 ms; no order can beat 1.000 ms (gap 0.0%)",
+        "step time    1.000 ms -> 1.000 ms; lower bound 1.000 ms (gap 0.0%)",
         "bound by     the host: it needs 1.000 ms, the device 0.560 ms",
     )
     assert tried.lstrip().startswith("try: ")
     step, bound, *rest = lines(300.0, 200.0)
-    assert step == "step time    0.720 ms -> 0.560 ms; no order can beat 0.520 ms (gap 7.7%)"
+    assert step == "step time    0.720 ms -> 0.560 ms; lower bound 0.520 ms (gap 7.7%)"
     assert bound.startswith("bound by     communication")
     assert "host         0.500 ms, if it never waits for the device" in rest
     assert not any(line.startswith("host") for line in lines(300.0, None))  # of one graph it is not known
@@ -94,7 +94,7 @@ def test_what_was_measured_comes_beside_the_prediction():
     )
     late = replace(FORWARD, measured=replace(measured, late_ns=20e3))
     shown = totals_text(replace(step, graphs=(step.graphs[0], late))).splitlines()[0]
-    assert shown.endswith("idle 0.060 ms, of it 0.020 ms for the host")
+    assert shown.endswith("idle 0.060 ms (0.020 ms of it waiting for the host)")
     half = replace(step, graphs=(*step.graphs, FORWARD))
     assert not any(line.startswith("measured") for line in totals_text(half).splitlines())
 
