@@ -159,7 +159,7 @@ def hardtanh_backward(grad: Tensor, x: Tensor, low: float, high: float) -> Tenso
 
 
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """torch's own rule, but for a copy that makes the result contiguous."""
+    """Decompose as torch's rule does, but without its final copy to a contiguous layout."""
     return grad * (mask.to(grad.dtype) * scale)
 
 

@@ -1,8 +1,9 @@
-"""Element-wise ops whose results lie in memory as eager's, which orders dims by the strides of the arguments.
+"""Gives the results of element-wise ops eager's strides, whose order of dims depends on the strides of the arguments.
 
-A rule that uses the arguments in another order, or broadcasts one of them first, arrives at other strides, and so do
-fake tensors of some ops. Where strides of arguments differ, such an op is therefore traced with all arguments permuted
-to the order of eager's result, which is contiguous then; permuting it back moves nothing.
+A decomposition that uses the arguments in another order, or broadcasts one of them first, gives other strides, and so
+do the fake tensors of some ops. If the strides of its arguments differ, such an op is therefore traced with all
+arguments permuted to the dim order of eager's result, which makes the result contiguous; permuting it back moves no
+data.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 aten = torch.ops.aten
 
-# What eager computes element by element and torch does not tag as such.
+# Ops that are element-wise in eager, but that torch does not tag as such.
 _UNTAGGED = (aten.hardswish_backward, aten.hardtanh_backward, aten.elu_backward, aten.softplus_backward)
-# Eager orders dims by the second argument first, and so does the rule.
+# Both eager and the rule order dims by the second argument first.
 _BY_THE_SECOND = (aten.threshold_backward, aten.leaky_relu_backward)
-# Not broken up; their fake tensors have other strides than eager's results.
+# Not decomposed; their fake tensors have other strides than eager's results.
 _MISTAKEN = (
     aten.copysign.Tensor,
     aten.div.Tensor_mode,
@@ -30,7 +31,7 @@ _MISTAKEN = (
     aten.logical_or.default,
     aten.logical_xor.default,
 )
-# Contiguous in eager, whatever their arguments are.
+# Ops whose results are contiguous in eager, whatever the layout of their arguments.
 _CONTIGUOUS = (
     aten.mse_loss_backward,
     aten.smooth_l1_loss_backward,
@@ -41,7 +42,7 @@ _CONTIGUOUS = (
 
 
 def laid_out_as_eager(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """`table` of decompositions, with rules that lay out the results of these ops as eager does."""
+    """Return `table` of decompositions with rules that give the results of these ops eager's strides."""
     changed: dict[Any, Callable[..., Any]] = {op: _in_order(op, None) for op in _MISTAKEN}
     for op, rule in table.items():
         packet = op.overloadpacket
@@ -55,8 +56,8 @@ def laid_out_as_eager(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callabl
 
 
 def _in_order(op: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`rule`, or where that is None `op` itself, with its result's dims in memory in eager's order."""
-    entered = False  # an op without a rule is called from within its own
+    """Return `rule`, or `op` itself if that is None, with the dims of the result in eager's memory order."""
+    entered = False  # without a rule, `call` calls `op`, whose decomposition is `call`
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal entered
@@ -80,7 +81,7 @@ def _in_order(op: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _order(args: tuple[Any, ...]) -> list[int] | None:
-    """The dims of eager's result as they follow in memory; None where all arguments, and so the result, agree."""
+    """Return the dims of eager's result in memory order; None if all arguments have the same shape and strides."""
     tensors = [arg for arg in args if _has_dims(arg)]
     if len(tensors) < 2 or all(
         arg.shape == tensors[0].shape and arg.stride() == tensors[0].stride() for arg in tensors
@@ -105,5 +106,5 @@ def _contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _power_of_number(base: float, exponent: Tensor) -> Any:
-    """Contiguous as in eager, unlike its fake tensor."""
+    """Decompose `pow` with a contiguous result, as in eager; its fake tensor is not contiguous."""
     return NotImplemented if exponent.is_contiguous() else aten.pow.Scalar(base, exponent.contiguous())
