@@ -155,14 +155,14 @@ class _Rewriter:
         scores = (*map(positions.extent, query.shape[:-2]), rows, columns)
         key = grid, scores
         if key not in self._verdicts:
-            self._verdicts[key] = _what_it_is(grid, scores, positions.shape_env)
+            self._verdicts[key] = _classify(grid, scores, positions.shape_env)
         return self._verdicts[key]
 
 
 # --- classification of masks
 
 
-def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv | None) -> Verdict:
+def _classify(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv | None) -> Verdict:
     """Return the verdict on a mask that depends only on positions, for scores of these sizes."""
     rows, columns = scores[-2:]
     padded = (*[sympy.S.One] * (len(scores) - len(grid.size)), *grid.size)
@@ -222,7 +222,7 @@ def _share_keys(arguments: dict[str, Any]) -> bool:
     """Replace keys and values that are repeated for several heads by the unrepeated ones; return whether it did so."""
     if arguments.get("enable_gqa") or not _flash_shares_keys(arguments):
         return False
-    key, value = (_before_repeat(arguments[name]) for name in ("key", "value"))
+    key, value = (_unrepeated(arguments[name]) for name in ("key", "value"))
     if key is None or value is None or _fake(key).shape[1] != _fake(value).shape[1]:  # type: ignore[union-attr]
         return False
     arguments |= {"key": key, "value": value, "enable_gqa": True}
@@ -247,7 +247,7 @@ def _flash_shares_keys(arguments: Mapping[str, Any]) -> bool:
     return query.device.type == "cuda" and half and not old and width % 8 == 0 and width <= _LARGEST_FLASH_HEAD
 
 
-def _before_repeat(node: Any) -> fx.Node | None:
+def _unrepeated(node: Any) -> fx.Node | None:
     """Return x of [batch, heads, ...] if `node` repeats each head of x several times in a row; else None."""
     if not isinstance(node, fx.Node):
         return None

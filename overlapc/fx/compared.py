@@ -29,24 +29,24 @@ _INEXACT = _packets(
     "scatter_add scatter_reduce index_put _softmax _log_softmax native_layer_norm native_group_norm"
 )
 # Ops whose result can change completely with the last bit of an operand: comparisons, rounding, sorting, searching.
-_STEPS = _packets(
+_DISCONTINUOUS = _packets(
     "eq ne lt le gt ge isnan isinf sign sgn floor ceil trunc round frac remainder fmod floor_divide heaviside "
     "logical_not logical_and logical_or logical_xor threshold_backward hardtanh_backward argmax argmin sort topk "
     "kthvalue median nanmedian mode cummax cummin searchsorted bucketize nonzero"
 )
 
 
-def save_what_is_compared(graph: fx.Graph, backward: set[fx.Node]) -> int:
+def save_compared_values(graph: fx.Graph, backward: set[fx.Node]) -> int:
     """Mark these values of a joint graph as saved; return their number. backward: nodes that depend on tangents."""
-    sharp: set[fx.Node] = set()  # nodes whose last bit decides a result
+    sensitive: set[fx.Node] = set()  # nodes whose last bit decides a result
     marked = 0
     for node in reversed(graph.nodes):
         if node.op != "call_function":
             continue
-        if not any(_is_step(user) or user in sharp for user in node.users):
+        if not any(_is_discontinuous(user) or user in sensitive for user in node.users):
             continue
         if getattr(node.target, "overloadpacket", None) not in _INEXACT or node in backward or not _is_float(node):
-            sharp.add(node)
+            sensitive.add(node)
             continue
         for saved in _results(node):
             saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -59,10 +59,10 @@ def _results(node: fx.Node) -> Iterable[fx.Node]:
     return (node, *(user for user in node.users if user.target is operator.getitem))
 
 
-def _is_step(user: fx.Node) -> bool:
+def _is_discontinuous(user: fx.Node) -> bool:
     target = user.target
     packet = getattr(target, "overloadpacket", None)
-    if packet in _STEPS:
+    if packet in _DISCONTINUOUS:
         return True
     if packet in (aten.max, aten.min):  # along a dim, they also return indices
         return target in (aten.max.dim, aten.min.dim)

@@ -30,7 +30,7 @@ class AllOf:
     of: frozenset[NotNegative | AnyOf]
 
     def __str__(self) -> str:
-        return " and ".join(sorted(f"({each})" if isinstance(each, AnyOf) else str(each) for each in self.of))
+        return " and ".join(sorted(f"({part})" if isinstance(part, AnyOf) else str(part) for part in self.of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class AnyOf:
     of: frozenset[NotNegative | AllOf]
 
     def __str__(self) -> str:
-        return " or ".join(sorted(f"({each})" if isinstance(each, AllOf) else str(each) for each in self.of))
+        return " or ".join(sorted(f"({part})" if isinstance(part, AllOf) else str(part) for part in self.of))
 
 
 Condition = bool | NotNegative | AllOf | AnyOf
@@ -82,7 +82,7 @@ class Box:
         found = _flattened(conditions, AllOf, False)
         if found is None:
             return False
-        compared = [each for each in found if isinstance(each, NotNegative)]
+        compared = [part for part in found if isinstance(part, NotNegative)]
         for at, one in enumerate(compared):
             for other in compared[at + 1 :]:
                 if self._is_certain(-one.value - other.value - 1):
@@ -95,7 +95,7 @@ class Box:
 
     def any_of(self, conditions: Iterable[Condition]) -> Condition:
         """Return "at least one of `conditions`"."""
-        return negated(self.all_of([negated(each, self) for each in conditions]), self)
+        return negated(self.all_of([negated(part, self) for part in conditions]), self)
 
     def bounds(self, value: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
         """Return the minimum and maximum of `value`, in terms of sizes; None if it is not linear in the indices."""
@@ -128,8 +128,8 @@ def negated(condition: Condition, box: Box) -> Condition:
     if isinstance(condition, NotNegative):
         return box.not_negative(-condition.value - 1)
     if isinstance(condition, AnyOf):
-        return box.all_of([negated(each, box) for each in condition.of])
-    found = _flattened([negated(each, box) for each in condition.of], AnyOf, True)
+        return box.all_of([negated(part, box) for part in condition.of])
+    found = _flattened([negated(part, box) for part in condition.of], AnyOf, True)
     if found is None:
         return True
     return AnyOf(frozenset(found)) if len(found) > 1 else next(iter(found), False)
@@ -138,11 +138,11 @@ def negated(condition: Condition, box: Box) -> Condition:
 def _flattened(conditions: Iterable[Condition], kind: type[AllOf | AnyOf], decides: bool) -> set[Any] | None:
     """Return the parts of `conditions`, replacing each of `kind` by its parts; None if one of them is `decides`."""
     found: set[Any] = set()
-    for each in conditions:
-        if each is decides:
+    for part in conditions:
+        if part is decides:
             return None
-        if isinstance(each, kind):
-            found |= each.of
-        elif not isinstance(each, bool):
-            found.add(each)
+        if isinstance(part, kind):
+            found |= part.of
+        elif not isinstance(part, bool):
+            found.add(part)
     return found

@@ -23,7 +23,7 @@ from overlapc.fx.rng_state import draws_nothing
 _library = torch.library.Library("overlapc", "FRAGMENT")
 _library.define("drawn(Tensor number) -> ()")
 _library.impl("drawn", lambda number: None, "CompositeExplicitAutograd")
-_LATE = "must_be_in_backward"  # a tag that torch's partitioner reads
+_IN_BACKWARD = "must_be_in_backward"  # a tag that torch's partitioner reads
 DRAWN = has_side_effect(torch.ops.overlapc.drawn.default)
 
 
@@ -57,13 +57,13 @@ def draw_late(joint: fx.Graph) -> None:
     """
     for node in joint.nodes:
         if node.meta.get("partitioner_tag") != "is_forward" and (node.target is DRAWN or draws(node.target)):
-            node.meta["partitioner_tag"] = _LATE
+            node.meta["partitioner_tag"] = _IN_BACKWARD
 
 
 def draw_early(backward: fx.Graph) -> None:
     """Remove copies of forward's draws that torch's partitioner put into `backward`, in place."""
     for node in reversed(backward.nodes):
-        if node.target is DRAWN and node.meta.get("partitioner_tag") != _LATE:
+        if node.target is DRAWN and node.meta.get("partitioner_tag") != _IN_BACKWARD:
             number = node.args[0]
             backward.erase_node(node)
             while isinstance(number, fx.Node) and number.op == "call_function" and not number.users:

@@ -47,11 +47,11 @@ EXCHANGE = torch.ops.overlapc.exchange.default
 GATHER_BLOCKS = torch.ops.overlapc.gather_blocks.default
 
 
-def _others(given: Tensor, ranks: int, group: str, blocks: int = 1) -> Tensor:
+def _fake_exchange(given: Tensor, ranks: int, group: str, blocks: int = 1) -> Tensor:
     return given.new_empty((given.shape[0] // ranks * (ranks - 1), *given.shape[1:]))
 
 
-def _gathered(shard: Tensor, ranks: int, group: str, blocks: int) -> Tensor:
+def _fake_gather(shard: Tensor, ranks: int, group: str, blocks: int) -> Tensor:
     return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
 
 
@@ -83,8 +83,8 @@ def gathered_blocks(shard: Tensor, ranks: int, group: str, blocks: int) -> Tenso
     return parts.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
-torch.library.register_fake("overlapc::exchange", _others, lib=_library)
-torch.library.register_fake("overlapc::gather_blocks", _gathered, lib=_library)
+torch.library.register_fake("overlapc::exchange", _fake_exchange, lib=_library)
+torch.library.register_fake("overlapc::gather_blocks", _fake_gather, lib=_library)
 
 
 def blocks_of(target: Any, args: Sequence[Any]) -> int:
@@ -188,7 +188,7 @@ def _exchange(start: fx.Node, place: Place) -> None:
     write = NodeWriter(start, start)
     given = _as_computed(argument(start, 0), dtype, write)
     if whole:
-        given = _in_parts(write, given, ranks)
+        given = _padded(write, given, ranks)
     elif not given.meta["val"].is_contiguous():
         given = write.call(aten.clone.default, given, memory_format=torch.contiguous_format)
     value: Tensor = given.meta["val"]
@@ -233,7 +233,7 @@ def _across_hosts(write: NodeWriter, total: fx.Node, place: Place, *, whole: boo
     return write.call(_c10d.wait_tensor.default, started)
 
 
-def _in_parts(write: NodeWriter, node: fx.Node, ranks: int) -> fx.Node:
+def _padded(write: NodeWriter, node: fx.Node, ranks: int) -> fx.Node:
     """Return `node` flattened, padded with zeros to a multiple of `ranks` elements."""
     value: Tensor = node.meta["val"]
     if not value.is_contiguous():
@@ -252,7 +252,7 @@ def _cast(write: NodeWriter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 def _as_computed(node: fx.Node, dtype: torch.dtype, write: NodeWriter) -> fx.Node:
     """Return `node` without its casts up to `dtype`, but with its moves; itself if it was not cast."""
     narrow = _narrowest(node)
-    return node if narrow is None or narrow == dtype else _moved(node, narrow, write)
+    return node if narrow is None or narrow == dtype else _without_casts(node, narrow, write)
 
 
 def _narrowest(node: fx.Node) -> torch.dtype | None:
@@ -277,12 +277,12 @@ def _pads_with_zero(node: fx.Node) -> bool:
     return node.target is not aten.constant_pad_nd.default or len(node.args) < 3 or argument(node, 2) == 0
 
 
-def _moved(node: fx.Node, narrow: torch.dtype, write: NodeWriter) -> fx.Node:
+def _without_casts(node: fx.Node, narrow: torch.dtype, write: NodeWriter) -> fx.Node:
     """Return `node` recomputed without the casts behind dtype `narrow`."""
     if node.meta["val"].dtype == narrow:
         return node
     if node.target in _CASTS:
-        return _moved(argument(node, 0), narrow, write)
-    sources = {source: _moved(source, narrow, write) for source in node.all_input_nodes}
+        return _without_casts(argument(node, 0), narrow, write)
+    sources = {source: _without_casts(source, narrow, write) for source in node.all_input_nodes}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), sources.__getitem__)
     return write.call(node.target, *args, **kwargs)

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.changed_inputs import copy_changed_inputs, drop_copies
-from overlapc.fx.compared import save_what_is_compared
+from overlapc.fx.compared import save_compared_values
 from overlapc.fx.drawn import draw_early, draw_late
 from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers, whole_parameter_casts
@@ -80,7 +80,7 @@ def partition(
     backward_part = backward_nodes(joint_module.graph)
     recompute_expansions(joint_module.graph, backward_part)
     recompute_sums(joint_module.graph, backward_part)
-    save_what_is_compared(joint_module.graph, backward_part)
+    save_compared_values(joint_module.graph, backward_part)
     if torch._functorch.config.cse:
         merge_duplicates(joint_module.graph)
     note_coarse(joint_module.graph)

@@ -27,8 +27,8 @@ from overlapc.fx.position_values import (
     cases_of,
     condition_of,
     is_condition,
+    merged_cases,
     number_of,
-    together,
 )
 
 Rule = Callable[[list[Any], dict[str, Any], tuple[sympy.Expr, ...]], At]
@@ -84,7 +84,7 @@ def _comparison(op: str) -> Callable[..., Value]:
 def _arithmetic(op: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     def combine(box: Box, left: Value, right: Value) -> Value:
         left, right = (
-            together(box, [(1.0, each), (0.0, negated(each, box))]) if is_condition(each) else each  # type: ignore[arg-type, list-item]
+            merged_cases(box, [(1.0, each), (0.0, negated(each, box))]) if is_condition(each) else each  # type: ignore[arg-type, list-item]
             for each in (left, right)
         )
         if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr):
@@ -93,7 +93,7 @@ def _arithmetic(op: Callable[[Any, Any], Any]) -> Callable[..., Value]:
                 raise UnknownValue
             return sympy.expand(op(left, right))
         pairs = product(cases_of(left).of.items(), cases_of(right).of.items())
-        return together(box, [(op(a, b), box.all_of([one, other])) for (a, one), (b, other) in pairs])
+        return merged_cases(box, [(op(a, b), box.all_of([one, other])) for (a, one), (b, other) in pairs])
 
     return combine
 
@@ -140,17 +140,17 @@ def _bitwise(join: str) -> Callable[..., Value]:
     return combine
 
 
-def _not(box: Box, value: Value) -> Value:
+def _logical_not(box: Box, value: Value) -> Value:
     return negated(condition_of(value, box), box)
 
 
-def _inverted(box: Box, value: Value) -> Value:
+def _bitwise_not(box: Box, value: Value) -> Value:
     if not is_condition(value):
         raise UnknownValue
     return negated(value, box)  # type: ignore[arg-type]
 
 
-def _chosen(box: Box, condition: Value, then: Value, other: Value) -> Value:
+def _select(box: Box, condition: Value, then: Value, other: Value) -> Value:
     where = condition_of(condition, box)
     if where is True or then == other:
         return then
@@ -160,11 +160,11 @@ def _chosen(box: Box, condition: Value, then: Value, other: Value) -> Value:
         return box.any_of([box.all_of([where, then]), box.all_of([negated(where, box), other])])  # type: ignore[list-item]
     found = [(number, box.all_of([where, each])) for number, each in cases_of(then).of.items()]
     found += [(number, box.all_of([negated(where, box), each])) for number, each in cases_of(other).of.items()]
-    return together(box, found)
+    return merged_cases(box, found)
 
 
 def _masked_fill(box: Box, value: Value, condition: Value, filled: Value) -> Value:
-    return _chosen(box, condition, filled, value)
+    return _select(box, condition, filled, value)
 
 
 def _triangle(op: str) -> Rule:
@@ -180,7 +180,7 @@ def _triangle(op: str) -> Rule:
             value = source.at(index, box)
             kept = box.compare(op, index[-1] - index[-2], diagonal)
             zero: Value = False if is_condition(value) else sympy.S.Zero
-            return _chosen(box, kept, value, zero)
+            return _select(box, kept, value, zero)
 
         return at
 
@@ -200,7 +200,7 @@ def _arange(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...
     return lambda index, box: start + step * index[0]
 
 
-def _filled(number: float | None, at_argument: int) -> Rule:
+def _constant(number: float | None, at_argument: int) -> Rule:
     """Make the rule of a constant tensor: `number`, or else the argument at `at_argument` or named `fill_value`."""
 
     def rule(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
@@ -327,7 +327,7 @@ def _difference(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr,
         start, place = sympy.S.Zero, index[dim]
         first = minus(box, source.at(beside(start), box), before.at(beside(start), box))
         others = minus(box, source.at(index, box), source.at(beside(place - 1), box))
-        return _chosen(box, box.compare("eq", place, start), first, others)
+        return _select(box, box.compare("eq", place, start), first, others)
 
     return at
 
@@ -369,14 +369,14 @@ def _gathered(source: Grid, picked: Sequence[Grid]) -> At:
     return at
 
 
-MADE_OF_NOTHING = ("ones", "zeros", "full")  # without a tensor argument; sizes may be named arguments
+WITHOUT_TENSOR = ("ones", "zeros", "full")  # without a tensor argument; sizes may be named arguments
 RULES: dict[str, Rule] = {
     "arange": _arange,
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(1.0, 0)),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), _filled(0.0, 0)),
-    **dict.fromkeys(("full", "full_like", "fill"), _filled(None, 1)),
-    "new_full": _filled(None, 2),
-    "zero": _filled(0.0, 0),  # in place
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _constant(1.0, 0)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), _constant(0.0, 0)),
+    **dict.fromkeys(("full", "full_like", "fill"), _constant(None, 1)),
+    "new_full": _constant(None, 2),
+    "zero": _constant(0.0, 0),  # in place
     "tensor": _tensor,
     **dict.fromkeys(
         ("expand", "expand_as", "broadcast_to", "contiguous", "clone", "detach", "to", "type", "type_as"), _broadcast
@@ -391,15 +391,15 @@ RULES: dict[str, Rule] = {
     "cumsum": _running_sum,
     "tril": _triangle("le"),
     "triu": _triangle("ge"),
-    "where": _element_wise(_chosen, 3),
+    "where": _element_wise(_select, 3),
     "masked_fill": _element_wise(_masked_fill, 3),
     **{op: _element_wise(_comparison(op), 2) for op in _FLIPPED},
     **dict.fromkeys(("and_", "bitwise_and"), _element_wise(_bitwise("and"), 2)),
     **dict.fromkeys(("or_", "bitwise_or"), _element_wise(_bitwise("or"), 2)),
     "logical_and": _element_wise(_logical("and"), 2),
     "logical_or": _element_wise(_logical("or"), 2),
-    "logical_not": _element_wise(_not, 1),
-    **dict.fromkeys(("invert", "bitwise_not"), _element_wise(_inverted, 1)),
+    "logical_not": _element_wise(_logical_not, 1),
+    **dict.fromkeys(("invert", "bitwise_not"), _element_wise(_bitwise_not, 1)),
     "add": _element_wise(_arithmetic(operator.add), 2),
     "sub": _element_wise(_arithmetic(operator.sub), 2),
     "rsub": _element_wise(lambda box, left, right: _arithmetic(operator.sub)(box, right, left), 2),

@@ -73,7 +73,7 @@ def number_of(value: Any) -> float:
     raise UnknownValue
 
 
-def together(box: Box, found: Sequence[tuple[float, Condition]]) -> Cases:
+def merged_cases(box: Box, found: Sequence[tuple[float, Condition]]) -> Cases:
     """Return (number, condition) pairs as cases, joining the conditions of equal numbers; UnknownValue for NaN."""
     by_number: dict[float, list[Condition]] = {}
     for number, condition in found:
@@ -103,7 +103,7 @@ def of_dtype(at: At, dtype: torch.dtype) -> At:
         if dtype == torch.bool:
             return condition_of(value, box)
         if is_condition(value):
-            return together(box, [(1.0, value), (0.0, negated(value, box))])  # type: ignore[arg-type, list-item]
+            return merged_cases(box, [(1.0, value), (0.0, negated(value, box))])  # type: ignore[arg-type, list-item]
         if isinstance(value, Cases):
             if not dtype.is_floating_point and any(
                 number != int(number) for number in value.of if math.isfinite(number)

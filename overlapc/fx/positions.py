@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from overlapc.fx.position_rules import MADE_OF_NOTHING, RULES
+from overlapc.fx.position_rules import RULES, WITHOUT_TENSOR
 from overlapc.fx.position_values import Grid, UnknownValue, of_dtype
 from overlapc.fx.wrapped import storage_of
 
@@ -61,7 +61,7 @@ class Positions:
             given = [self._argument(each) for each in node.args]
             named = {key: self._argument(each) for key, each in node.kwargs.items()}
             given = [*(named.pop(key) for key in ("input", "self") if key in named), *given]
-            if not given and name not in MADE_OF_NOTHING:
+            if not given and name not in WITHOUT_TENSOR:
                 return None
             size = tuple(map(self.extent, value.shape))
             return Grid(size, of_dtype(RULES[name](given, named, size), value.dtype))

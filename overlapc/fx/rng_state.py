@@ -22,7 +22,7 @@ from overlapc.fx.node_writer import NodeWriter, fake_result
 
 def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Unwrap attention without dropout in both graphs, in place."""
-    if not _unwrap_saving(forward):
+    if not _unwrap_forward(forward):
         return
     for node in list(backward.graph.nodes):
         if node.target is run_with_rng_state and draws_nothing(node.args[1], node.args[2:], node.kwargs):
@@ -43,7 +43,7 @@ def describe(gm: fx.GraphModule) -> None:
             node.meta["val"] = fake_result(node)
 
 
-def _unwrap_saving(forward: fx.GraphModule) -> bool:
+def _unwrap_forward(forward: fx.GraphModule) -> bool:
     """Unwrap attention without dropout in forward, which then saves no state for it; return whether there was any."""
     found = False
     output = forward.graph.output_node()

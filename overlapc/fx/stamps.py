@@ -131,18 +131,18 @@ class Stamp:
     def forward(self, graph: fx.Graph, operands: Sequence[fx.Node]) -> list[fx.Node]:
         """Append forward to `graph`; return its results."""
         for traced, operand in zip(self._block.operands, operands, strict=True):
-            self._take(traced, operand)
+            self._bind(traced, operand)
         self._append(graph, self._block.forward)
         return [self._copies[node] for node in self._block.results]
 
     def backward(self, graph: fx.Graph, tangents: Sequence[fx.Node]) -> list[fx.Node]:
         """Append backward to `graph`; return the gradients that are not None, in the order of operands."""
         for traced, tangent in zip(self._block.tangents, tangents, strict=True):
-            self._take(traced, _laid_out_like(traced, tangent, graph))
+            self._bind(traced, _laid_out_like(traced, tangent, graph))
         self._append(graph, self._block.backward)
         return [self._copies[node] for node in self._block.gradients if node is not None]
 
-    def _take(self, traced: fx.Node, given: fx.Node) -> None:
+    def _bind(self, traced: fx.Node, given: fx.Node) -> None:
         self._copies[traced] = given
         theirs, ours = traced.meta["val"], given.meta["val"]
         self._memory[theirs.untyped_storage()._cdata] = ours, ours.storage_offset() - theirs.storage_offset()

@@ -304,44 +304,44 @@ def dtensor_step_metadata(outputs: Iterable[Any]) -> StepMetadata | None:
     nodes: Iterable[Any] = (each.grad_fn for each in outputs if isinstance(each, torch.Tensor))
     function: Any = next((node._forward_cls for node in nodes if hasattr(node, "_forward_cls")), None)
     inside = getattr(function, "maybe_subclass_metadata", None)
-    if inside is None or not all(map(_is_simple, (*function.metadata.subclass_inp_meta, *inside.grad_input_metas))):
+    if inside is None or not all(map(_is_supported, (*function.metadata.subclass_inp_meta, *inside.grad_input_metas))):
         return None
-    borders = zip(inside.grad_input_metas, function.metadata.subclass_inp_meta, strict=True)
-    return _metadata(function.metadata, tuple(_gradient(*each) for each in borders))
+    metas = zip(inside.grad_input_metas, function.metadata.subclass_inp_meta, strict=True)
+    return _metadata(function.metadata, tuple(_gradient(*each) for each in metas))
 
 
-def _attributes(border: Any) -> tuple[str, ...]:
+def _attributes(meta: Any) -> tuple[str, ...]:
     """Return the names of the attributes of a tensor subclass from AOTAutograd's metadata; () for a plain tensor."""
-    return tuple(getattr(border, "attrs", ()))
+    return tuple(getattr(meta, "attrs", ()))
 
 
-def _is_simple(border: Any) -> bool:
-    """Whether AOTAutograd's metadata `border` is of a plain tensor, or a DTensor of static size around a plain one."""
-    if not _attributes(border):
+def _is_supported(meta: Any) -> bool:
+    """Whether AOTAutograd's metadata `meta` is of a plain tensor, or a DTensor of static size around a plain one."""
+    if not _attributes(meta):
         return True
     return (
-        (border.original_subclass_type or type(border.original_subclass)) is DTensor
-        and _attributes(border) in (("_local_tensor",), ("_local_tensor", "device_mesh"))
-        and not any(map(_attributes, border.attrs.values()))
-        and all(isinstance(each, int) for each in (*border.outer_size, *border.outer_stride))
+        (meta.original_subclass_type or type(meta.original_subclass)) is DTensor
+        and _attributes(meta) in (("_local_tensor",), ("_local_tensor", "device_mesh"))
+        and not any(map(_attributes, meta.attrs.values()))
+        and all(isinstance(each, int) for each in (*meta.outer_size, *meta.outer_stride))
     )
 
 
-def _gradient(border: Any, of: Any) -> GradientMetadata:
-    """Return the metadata of a gradient from AOTAutograd's, `border`. of: AOTAutograd's metadata of the input."""
-    attributes = _attributes(border)
+def _gradient(meta: Any, of: Any) -> GradientMetadata:
+    """Return the metadata of a gradient from AOTAutograd's, `meta`. of: AOTAutograd's metadata of the input."""
+    attributes = _attributes(meta)
     if not attributes:
-        return GradientMetadata(border.unwrapped_idx, as_input=not _attributes(of))
-    at = border.flat_tensor_start_idx
+        return GradientMetadata(meta.unwrapped_idx, as_input=not _attributes(of))
+    at = meta.flat_tensor_start_idx
     mesh_at = at + 1 if "device_mesh" in attributes else None
-    as_input = _form(border) == _form(of) if _attributes(of) == attributes else False
-    return GradientMetadata(at, mesh_at, partial(border.creation_fn, is_runtime=True), as_input)
+    as_input = _form(meta) == _form(of) if _attributes(of) == attributes else False
+    return GradientMetadata(at, mesh_at, partial(meta.creation_fn, is_runtime=True), as_input)
 
 
-def _form(border: Any) -> tuple[Any, ...]:
+def _form(meta: Any) -> tuple[Any, ...]:
     """Return a DTensor's placements, global sizes and strides (torch 2.11: and mesh) from AOTAutograd's metadata."""
-    *spec, _requires_grad = border.meta
-    return (*spec, tuple(border.outer_size), tuple(border.outer_stride))
+    *spec, _requires_grad = meta.meta
+    return (*spec, tuple(meta.outer_size), tuple(meta.outer_stride))
 
 
 def _metadata(found: Any, gradients: tuple[GradientMetadata, ...]) -> StepMetadata | None:
@@ -406,7 +406,7 @@ def contiguous_tangents_of_overlaps() -> Iterator[None]:
 
     def guess_of(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         guessed = guess(result, *args, **kwargs)
-        if guessed is None or guessed.stride is None or not _may_lie_twice(guessed.size, guessed.stride):
+        if guessed is None or guessed.stride is None or not _may_overlap(guessed.size, guessed.stride):
             return guessed
         return metadata(memory_format=torch.contiguous_format)
 
@@ -417,7 +417,7 @@ def contiguous_tangents_of_overlaps() -> Iterator[None]:
         metadata.from_tensor = staticmethod(guess)
 
 
-def _may_lie_twice(size: Sequence[int], stride: Sequence[int]) -> bool:
+def _may_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether two elements of a tensor may share memory: a stride is not larger than the extent of all smaller ones."""
     reached = 0
     for step, extent in sorted((step, extent) for step, extent in zip(stride, size, strict=True) if extent > 1):

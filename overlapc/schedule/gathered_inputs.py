@@ -33,13 +33,13 @@ def given_gathered(schedule: Schedule, launches: Collection[str]) -> Schedule:
 
 def left_without(schedule: Schedule, launches: Collection[str]) -> list[int]:
     """Return the positions of the nodes that remain if the results of `launches` are inputs of `schedule`."""
-    gone = {at for pair in schedule.started.items() if schedule.nodes[pair[1]].name in launches for at in pair}
+    removed = {at for pair in schedule.started.items() if schedule.nodes[pair[1]].name in launches for at in pair}
     read = set(schedule.outputs)
     left = []
     for at in reversed(range(len(schedule.nodes))):
         node = schedule.nodes[at]
         unread = node.kind in (Kind.KERNEL, Kind.VIEW) and not node.mutates and read.isdisjoint(node.writes)
-        if at not in gone and not unread:
+        if at not in removed and not unread:
             left.append(at)
             read.update(node.reads)
     return left[::-1]

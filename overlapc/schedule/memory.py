@@ -96,10 +96,10 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
         if schedule.root(name) == name and (buffer.is_input or name not in produced)
     ]
     outputs = {schedule.root(name) for name in schedule.outputs}
-    immortal = outputs | {buffer.name for buffer in inputs if not buffer.freeable}
+    never_freed = outputs | {buffer.name for buffer in inputs if not buffer.freeable}
     ids: dict[str, int] = {}
     touches: list[dict[int, None]] = [{} for _ in schedule.nodes]
-    lying = pooled(schedule)
+    pools = pooled(schedule)
     allocates, pool_allocates = [0] * len(schedule.nodes), [0] * len(schedule.nodes)
     seen = {buffer.name for buffer in inputs}
     waits: dict[int, list[int]] = {}
@@ -107,31 +107,31 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
         waits.setdefault(start, []).append(wait)
     for at, node in enumerate(schedule.nodes):
         users = [touches[at]]
-        endless = False
+        never_waited = False
         if node.kind is Kind.START:
             users += [touches[wait] for wait in waits.get(at, ())]
-            endless = at not in waits
+            never_waited = at not in waits
         # A kernel that writes this rank's part of a gather's result allocates the memory of the whole result.
-        gathered = [lying.shards[name] for name in node.writes if name in lying.shards]
+        gathered = [pools.shards[name] for name in node.writes if name in pools.shards]
         for name in (*node.reads, *node.writes, *gathered):
             root = schedule.root(name)
-            if endless:
-                immortal.add(root)
+            if never_waited:
+                never_freed.add(root)
             storage = ids.setdefault(root, len(ids))
             for user in users:
                 user[storage] = None
         for name in (*node.writes, *gathered):
             root = schedule.root(name)
-            if root not in seen and root not in lying.shards:
+            if root not in seen and root not in pools.shards:
                 seen.add(root)
                 allocates[at] += schedule.buffers[root].bytes
-                pool_allocates[at] += schedule.buffers[root].bytes if root in lying.brought else 0
-    mortal = {storage for root, storage in ids.items() if root not in immortal}
+                pool_allocates[at] += schedule.buffers[root].bytes if root in pools.brought else 0
+    freeable = {storage for root, storage in ids.items() if root not in never_freed}
     return Lifetimes(
         roots=tuple(ids),
-        bytes=tuple(0 if root in lying.shards else schedule.buffers[root].bytes for root in ids),
-        in_pool=tuple(root in lying.brought for root in ids),
-        touches=tuple(tuple(storage for storage in node if storage in mortal) for node in touches),
+        bytes=tuple(0 if root in pools.shards else schedule.buffers[root].bytes for root in ids),
+        in_pool=tuple(root in pools.brought for root in ids),
+        touches=tuple(tuple(storage for storage in node if storage in freeable) for node in touches),
         allocates=tuple(allocates),
         pool_allocates=tuple(pool_allocates),
         scratch=tuple(node.scratch_bytes for node in schedule.nodes),

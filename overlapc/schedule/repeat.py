@@ -181,7 +181,7 @@ def _parts(first: Sequence[_Line], second: Sequence[_Line], third: Sequence[_Lin
         # The repetition may begin up to `length` lines earlier, because adjacent lines may be alike, too. Only the
         # numbers tell where, so try each shift.
         room = at - length - done[0]
-        turned = next(
+        shift = next(
             (
                 back
                 for back in range(min(length, room + 1))
@@ -189,11 +189,11 @@ def _parts(first: Sequence[_Line], second: Sequence[_Line], third: Sequence[_Lin
             ),
             None,
         )
-        if turned is None:
+        if shift is None:
             raise Irregular(
                 f"{_shown(second[at + done[1] - done[0]])} has numbers that do not continue the lines before it"
             )
-        yield part(room - turned)
+        yield part(room - shift)
         yield part(length, repeats=True)
     rest = {len(each) - at for each, at in zip((first, second, third), done, strict=True)}
     if len(rest) > 1:

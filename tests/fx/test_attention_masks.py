@@ -333,8 +333,8 @@ def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def test_within_checkpoints_too_and_a_mask_of_all_layers_is_looked_at_once(monkeypatch):
     looked_at: list[tuple[Any, ...]] = []
-    look = rewriting._what_it_is
-    monkeypatch.setattr(rewriting, "_what_it_is", lambda *given: looked_at.append(given) or look(*given))
+    look = rewriting._classify
+    monkeypatch.setattr(rewriting, "_classify", lambda *given: looked_at.append(given) or look(*given))
     assert [become(node) for node in rewritten(checkpointed, *qkv())] == ["causal", "causal"]
     assert len(looked_at) == 1
 
