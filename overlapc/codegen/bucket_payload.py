@@ -40,7 +40,7 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     inputs = [view for start in starts for view in _as_list(start.call.args[0])]
     results = [view for start in starts for view in _as_list(start.call.result)]
     if not all(isinstance(view, View) for view in (*inputs, *results)):
-        return "not all are tensors"
+        return "an input or result is not a tensor"
     if first.comm.via == COPY:  # `codegen.program_builder` replaces the op by copies, which take any list of tensors
         if any(start.call.target is not first.call.target for start in starts):
             return "ops differ"

@@ -94,7 +94,7 @@ class Rules:
 
     def _target(self, op: Extern) -> str | None:
         if op.comm is not None:
-            return "communication that waits for itself, or that is not known"
+            return "blocking or unknown communication"
         target = getattr(op.target, "copies_results_of", op.target)
         if not isinstance(target, torch._ops.OpOverload):
             return "a conditional, a loop or another Python function"
@@ -102,9 +102,9 @@ class Rules:
         if seeded and not draws_nothing(target, op.args, dict(op.kwargs)):
             return "draws random numbers from torch's generator"
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(target.tags):
-            return "waits for the device to know its result"
+            return "its result must be read on the host"
         if sees_where_memory_begins(op):  # inputs of a part are copied to the memory that they had at capture
-            return "counts from where the memory of its argument begins"
+            return "depends on where its argument begins in memory"
         if target.namespace == "aten" and (target.is_view or target._schema.name[6:] in _LIBRARY_CALLS):
             return None
         return "not known to be free of synchronization"
@@ -113,7 +113,7 @@ class Rules:
         op = item.op
         for leaf in inputs_of(op):
             if isinstance(leaf, Handle):
-                return f"reads {leaf.buffer}, which is no tensor"
+                return f"reads {leaf.buffer}, which is not a tensor"
         for view in (*views_in(op.arguments), *op.mutates, *views_in(op.result)):
             refused = self.layout(view.buffer, view.layout)
             if refused is not None:

@@ -66,7 +66,7 @@ class Copying:
     def broken(self, layouts: Mapping[str, Layout]) -> str | None:
         """Return why the schedule cannot use these pool layouts, or None if it can."""
         if layouts.keys() != self.groups.keys():
-            return "are of other groups"
+            return "are for other process groups"
         reasons = {group: check(each.events, layouts[group]) for group, each in self.groups.items()}
         return next((f"@{group}: {reason}" for group, reason in reasons.items() if reason is not None), None)
 
@@ -163,7 +163,7 @@ def _form(node: Node, in_pool: bool) -> Form:
     if node.comm.collective != ALL_TO_ALL:
         return Form.GATHERED if in_pool else Form.PULLED
     if isinstance(node.payload, StartOp) and node.payload.call.target is EXCHANGE:
-        assert in_pool, "the sum that reads an exchange stands in its graph"
+        assert in_pool, "the sum that reads an exchange is in the same graph"
         return Form.FROM_OTHERS
     return Form.EXCHANGED if in_pool else Form.TAKEN_OUT
 

@@ -76,7 +76,7 @@ class Partition:
         return tuple(step for step in self.steps if isinstance(step, CapturedPart))
 
     def summary(self) -> str:
-        """`2 captured parts of 14 nodes; outside: 1 x waits for the device to know its result (nonzero)`."""
+        """Return `2 captured parts of 14 nodes; outside: 1 x its result must be read on the host (nonzero)`."""
         held = sum(isinstance(item, NodeInstruction) for part in self.parts for item in part.instructions)
         by_reason: dict[str, list[str]] = {}
         for cut in self.cuts:
@@ -162,7 +162,7 @@ def _cut_collectives(program: Program, refused: dict[int, str], edges: set[int])
         if start in done:
             continue
         done.add(start)
-        reason = f"in flight where {_shown(program.instructions[cause])} cuts"
+        reason = f"in flight across the cut at {_shown(program.instructions[cause])}"
         for at in (start, *waits[start]):
             refused.setdefault(at, reason if cause != start else "its collective is launched outside of a part")
             todo += [(at, other) for other in over[at]]

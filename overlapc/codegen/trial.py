@@ -40,14 +40,14 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
 def refuse(body: Body) -> str | None:
     """Return why `body` cannot run on synthetic arguments, or None."""
     if scatters(body):
-        return "where it writes depends on what it reads, and with that its time"
+        return "its stores, and so its time, depend on loaded values"
     at_zero = _folded(body)
     for value in body.values():
         if isinstance(value, Checked) and at_zero.get(value.condition) is not True:
-            return f"made-up numbers might fail its check: {value.message}"
+            return f"synthetic values might fail its check: {value.message}"
         indirect = value.indirect if isinstance(value, Load) else ()
         if any(at_zero.get(where) != 0 and _reads(where) for _, where in indirect):
-            return "made-up numbers might be indices out of bounds"
+            return "synthetic values might be indices out of bounds"
     return None
 
 

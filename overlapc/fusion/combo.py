@@ -102,7 +102,7 @@ def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
     if len(a.reads | b.reads | a.writes | b.writes) > MOST_POINTERS:
         return Refusal(_TOO_MANY)
     if a.number in groups.order.before[b.number]:
-        return Refusal("one needs the other")
+        return Refusal("one depends on the other")
     obstacle = groups.obstacle(a, b)
     if obstacle is not None:
         return obstacle

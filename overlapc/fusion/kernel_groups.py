@@ -106,7 +106,7 @@ class Groups:
         # kernel would prevent overlap that the passes could have planned.
         waits, starts = self._waits.alone(a.number, b.number), self._starts.alone(a.number, b.number)
         if (starts[0] and waits[1]) or (starts[1] and waits[0]):
-            return Refusal("one leads to a collective's start, the other comes after a wait")
+            return Refusal("one precedes a collective's start, the other follows a wait")
         return None
 
     def outgrows(self, a: Group, b: Group, op: Loops | Combo, local: set[str]) -> Refusal | None:
@@ -119,7 +119,7 @@ class Groups:
         changes += self.memory.rewritten(op, moves.runs_at, stays.runs_at, local)
         if not self.memory.fits(changes):
             more = sum(change.bytes for change in changes if change.bytes > 0)
-            return Refusal(f"it would keep {more} bytes alive past the peak of memory")
+            return Refusal(f"it would keep {more} more bytes live and exceed peak memory")
         return None
 
     def _stays_and_moves(self, a: Group, b: Group) -> tuple[Group, Group]:

@@ -29,32 +29,32 @@ class LoopChanges:
 def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Refuse) -> Body | Refusal:
     """Return the merged body, or the reason why the two kernels stay separate."""
     if (a.dots or b.dots) and a.kernel.body.reduction and b.kernel.body.reduction:
-        return Refusal("a matrix product shares its kernel with no other reduction")
+        return Refusal("a matrix product cannot share its kernel with another reduction")
     if len(a.reads | b.reads | a.writes | b.writes) > MOST_BUFFERS:
         return Refusal(f"together they use more than {MOST_BUFFERS} buffers")
     if scatters(a.kernel.body) or scatters(b.kernel.body):
-        return Refusal("one of them scatters: its iterations go by where they write")
+        return Refusal("one of them scatters: its iterations write elements that depend on data")
     if _only_alike(groups, a, b):
-        return Refusal("they share next to nothing and are of one kind: one launch may run both")
+        return Refusal("they share almost no memory and are of one kind: one launch may run both")
     obstacle = groups.obstacle(a, b)
     if obstacle is not None:
         return obstacle
     merged = merge(a.kernel.body, b.kernel.body)
     if not isinstance(merged, Refusal) and _goes_crosswise(groups, a, b, merged):
-        merged = Refusal("they go through what they share in different orders")
+        merged = Refusal("they access shared buffers in different orders")
     if isinstance(merged, Refusal) and changes.across and crosses(a.kernel.body, b.kernel.body):
         across = merge_across(a.kernel.body, b.kernel.body, groups.graph.hint, groups.bytes_of)
         if isinstance(across, Refusal):
-            across = Refusal(f"{merged.reason}; crosswise: {across.reason}")
+            across = Refusal(f"{merged.reason}; with crossing loops: {across.reason}")
         merged = across
     if isinstance(merged, Refusal) and changes.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction):
         merged = _reordered(groups, a, b) or merged
     if isinstance(merged, Refusal):
         return merged
     if _leaves_tiles(groups, a, b, merged):
-        return Refusal("in no tile of both would neighbours in memory lie side by side")
+        return Refusal("no tile of the merged kernel would be contiguous in the buffers of both")
     if (a.dots or b.dots) and merged.stores_terms():
-        return Refusal("it would need the single terms of a matrix product")
+        return Refusal("it would need single terms of a matrix product")
     if len(merged.values()) > LARGEST_KERNEL:
         return Refusal(f"together they compute more than {LARGEST_KERNEL} values")
     unsafe = _unsafe_change(groups, a, b, merged)
@@ -108,7 +108,7 @@ def _unsafe_change(groups: Groups, a: Group, b: Group, merged: Body) -> Refusal 
             return Refusal(f"both write to the memory of {root}")
         read = {load.buffer for load in merged.loads() if groups.graph.root(load.buffer) == root}
         if not overwrites_in_place(merged, stores[0], read):
-            return Refusal(f"{root} is changed in place before all iterations have read their part of it")
+            return Refusal(f"{root} would be overwritten before all iterations have read their part of it")
     return None
 
 

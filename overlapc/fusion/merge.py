@@ -45,7 +45,7 @@ def merge(first: Body, second: Body) -> Body | Refusal:
         same = [store for store in stored[value.buffer] if store.index == value.index]
         store = (same or stored[value.buffer])[0]
         if store.is_total:
-            clash.append(f"{value.buffer} is a total, known only when the first is done")
+            clash.append(f"{value.buffer} is a total, known only after the first kernel")
         elif value.indirect or store.indirect or store.mode != "set" or store.mask is not None:
             clash.append(f"{value.buffer} is read or written through indices from memory")
         elif value.index != store.index:
@@ -100,7 +100,7 @@ def _align_elementwise(reducing: Body, plain: Body) -> tuple[Body, Body] | Refus
     both = _sizes(reducing.loops) + _sizes(reducing.reduction)
     refined = refine(both, _sizes(plain.loops))
     if refined is None:
-        return Refusal("one's loops are neither the rows nor the elements of the other's reduction")
+        return Refusal("the loops of one match neither the rows nor the elements of the other's reduction")
     rows = len(reducing.loops)
     border = sum(len(part) for part in refined.parts[0][:rows])
     loops = nest_of("p", refined.sizes[:border])

@@ -54,7 +54,7 @@ def merge_across(first: Body, second: Body, hint: Callable[[sympy.Expr], int], b
     merged = merge(*pair)
     if isinstance(merged, Refusal):
         return merged
-    return Refusal("one of them would skip through memory") if skips(merged, first, second, bytes_of) else merged
+    return Refusal("more memory would be read with strides") if skips(merged, first, second, bytes_of) else merged
 
 
 def skips(merged: Body, first: Body, second: Body, bytes_of: Bytes) -> bool:
@@ -75,10 +75,10 @@ def _both_reduce(first: Body, second: Body, hint: Callable[[sympy.Expr], int]) -
     flipped = hint(first.numel()) < hint(second.numel())  # columns are fewer than rows
     columns = first if flipped else second
     if not columns.numel().is_Integer:
-        return Refusal("how many columns there are is known only at run time")
+        return Refusal("the number of columns is known only at run time")
     rows, width = hint(columns.reduction_numel()), int(columns.numel())
     if rows * width < FEWEST_ELEMENTS or rows < max(FEWEST_ROWS, ROWS_PER_COLUMN * width) or width > MOST_COLUMNS:
-        return Refusal(f"{rows} rows of {width} are too small, too wide or too few for one pass over both")
+        return Refusal(f"{rows} rows of {width} elements are too few, too short or too wide for one pass over both")
     totals = _as_totals(columns)
     if isinstance(totals, Refusal):
         return totals
@@ -91,7 +91,7 @@ def _as_totals(columns: Body) -> Body | Refusal:
     values = topological(value for store in stores for value in store.operands())
     left = [value.kind for value in values if isinstance(value, Reduce)]
     if left:
-        return Refusal(f"the {left[0]} of a column is no plain total, or more is computed from it")
+        return Refusal(f"the {left[0]} of a column is not a plain total, or more is computed from it")
     loops = tuple(Loop(loop_symbol("p", at), loop.size) for at, loop in enumerate(columns.reduction))
     reduction = tuple(Loop(loop_symbol("r", at), loop.size) for at, loop in enumerate(columns.loops))
     old, new = (*columns.reduction, *columns.loops), (*loops, *reduction)
@@ -120,7 +120,7 @@ def _one_reduces(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
     across = (*reducing.reduction, *reducing.loops)
     refined = refine([loop.size for loop in across], [loop.size for loop in plain.loops])
     if refined is None:
-        return Refusal("the loops of one do not cross those of the other")
+        return Refusal("the rows of one are not the columns of the other")
     border = sum(len(part) for part in refined.parts[0][: len(reducing.reduction)])
     reduction = nest_of("r", refined.sizes[:border])
     loops = nest_of("p", refined.sizes[border:])

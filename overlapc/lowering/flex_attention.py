@@ -123,10 +123,10 @@ def _noted(context: Lowering, query: View, attention: Callable[[], Attention]) -
     try:
         made = attention()
     except Impossible as reason:
-        context.graph.attention.append(f"{what}: torch's own call, which computes and holds every score: {reason}")
+        context.graph.attention.append(f"{what}: calls torch's op, which computes and stores every score: {reason}")
         raise
     if made.kept is None:
-        blocks = "; which blocks its mask keeps is known at run time only: all are counted"
+        blocks = "; the blocks that its mask keeps are known only at run time, so FLOPs count all blocks"
     else:
         blocks = f"; its mask keeps {made.kept:.0%} of the blocks" if made.mask else ""
     context.graph.attention.append(f"{what}: generated kernel{blocks}")
@@ -148,13 +148,13 @@ class _Space:
         query, key, value = (tensors[role] for role in ("query", "key", "value"))
         sizes = (*query.size[:3], key.size[2])
         if not all(map(_is_fixed, tensors.values())):
-            raise Impossible("a size that is known at run time only")
+            raise Impossible("a size that is known only at run time")
         if any(size == 0 for size in (*query.size, *key.size, *value.size)):
-            raise Impossible("no element")
+            raise Impossible("a tensor without elements")
         if query.size[0] != key.size[0]:
-            raise Impossible("one batch of keys for several of queries")
+            raise Impossible("queries and keys of different batch sizes")
         if len({view.dtype for view in (query, key, value)}) > 1:
-            raise Impossible("queries, keys and values of several dtypes")
+            raise Impossible("queries, keys and values of different dtypes")
         self.loops = tuple(Loop(loop_symbol("p", at), size) for at, size in enumerate(sizes))
         self.captured: dict[str, View] = {}
 
@@ -177,7 +177,7 @@ class _Space:
             raise Impossible("a mask without lists of its blocks")
         blocks = BlockLists(query_size, key_size, lists)
         if not all(map(_is_fixed, blocks.views)):
-            raise Impossible("a mask whose size is known at run time only")
+            raise Impossible("a mask whose size is known only at run time")
         name, device, origin = (
             self.context.node.name,
             self.tensors["query"].layout.device,
@@ -223,9 +223,9 @@ class _Space:
     ) -> list[Value | None]:
         """Return the results, as values, of a function of `before`, the four positions, `behind` and tensors."""
         if not all(isinstance(each, View) for each in buffers):
-            raise Impossible("its functions read a number that is known at run time only")
+            raise Impossible("its functions read a number that is known only at run time")
         if not all(map(_is_fixed, buffers)):
-            raise Impossible("its functions read a tensor whose size is known at run time only")
+            raise Impossible("its functions read a tensor whose size is known only at run time")
         module = self.context.graph.constants[given.buffer]
         assert isinstance(module, GraphModule), f"{given.buffer} is no graph"
         positions = [Index(loop.symbol, torch.int32) for loop in self.loops]
@@ -279,7 +279,7 @@ class _Inliner:
         for name, held in graph.constants.items():
             number = written_number(held)
             if number is None or isinstance(number, complex):
-                raise Impossible("its functions hold a tensor of their own")
+                raise Impossible("its functions contain a constant tensor")
             self.values[name] = constant(number, held.dtype)
         for each in graph.ops:
             if not isinstance(each, Loops) or len(each.body.loops) > 1 or each.body.reduction or each.mutates:
@@ -294,7 +294,7 @@ class _Inliner:
     def _row(self, store: Store, along: sympy.Symbol) -> Value:
         """Return the value that a store to a 1-dim tensor writes at `_ROW`, as for `bias[h]` in `bias[h][q]`."""
         if store.index != along:
-            raise Impossible(f"its functions make {store.buffer} in an order of its own")
+            raise Impossible(f"its functions do not store {store.buffer} contiguously")
         inner = rewrite_values([store.value], lambda expr: substitute(expr, {along: _ROW}))
         return as_read(store, self._in_place(inner[store.value]))
 
@@ -322,7 +322,7 @@ class _Inliner:
         mask = None if load.mask is None or as_number(load.mask) else load.mask
         if load.buffer in self.rows:
             if indirect or mask is not None:
-                raise Impossible(f"its functions read {load.buffer}, which they make, where data say")
+                raise Impossible(f"its functions read {load.buffer}, which they compute, at indices from data")
             row = self.rows[load.buffer]
             return rewrite_values([row], lambda expr: simplify(substitute(expr, {_ROW: at}), self.space.ranges))[row]
         if load.buffer not in self.buffers:

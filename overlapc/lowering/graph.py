@@ -362,7 +362,7 @@ def _check_within(node: Node, strided: Layout, copied: Layout) -> None:
     if not (strided.offset.is_nonnegative and (end - last).is_nonnegative):
         raise CompileError(
             f"{node.name}: as_strided reads past a view of another dtype or of conjugates, into the rest of its memory"
-            f"\n   at {provenance(node).source or 'unknown line'}\nhint: as_strided first, then view(dtype)"
+            f"\n   at {provenance(node).source or 'unknown line'}\nhint: call as_strided first, then view(dtype)"
         )
 
 

@@ -134,7 +134,7 @@ def store_at(target: View, spot: Place, value: Value, mode: str) -> Store:
 def refuse_if_deterministic() -> None:
     """Raise Impossible if deterministic algorithms are enabled, because the order of atomics is not fixed."""
     if torch.are_deterministic_algorithms_enabled():
-        raise Impossible("deterministic algorithms are asked for, and atomics come in any order")
+        raise Impossible("deterministic algorithms are enabled, and the order of atomics is not fixed")
 
 
 def contiguous(device: torch.device, dtype: torch.dtype, size: Sequence[sympy.Expr]) -> Layout:

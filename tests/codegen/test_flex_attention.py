@@ -54,7 +54,7 @@ def test_forward_and_backward_are_as_exact_as_eager(case: FlexCase, dtype: torch
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("why", ["has a gradient", "known at run time only"])
+@pytest.mark.parametrize("why", ["has a gradient", "known only at run time"])
 def test_what_has_no_kernel_is_torchs_own_call_and_the_report_says_why(why: str):
     q, k, v = (torch.randn(1, 2, 32, 16, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, requires_grad=why == "has a gradient")
@@ -68,7 +68,7 @@ def test_what_has_no_kernel_is_torchs_own_call_and_the_report_says_why(why: str)
     assert fallbacks() == ((0, 1) if why == "has a gradient" else (1, 1))
     (line,) = overlapc.report().steps[-1].graphs[-1].attention
     assert line.startswith("flex attention backward of ")
-    assert "computes and holds every score" in line
+    assert "computes and stores every score" in line
     assert why in line
 
 

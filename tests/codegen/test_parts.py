@@ -213,7 +213,7 @@ def test_a_collective_is_launched_and_waited_for_in_one_part_or_outside(parted: 
 
 def test_a_collective_in_flight_over_a_cut_says_what_cut():
     found = reasons(split(written("m m m m g0 m m m m ! m m m m w0 m m m m"), "cpu", lambda op: True))
-    assert found["g0"] == found["w0"] == "in flight where !_9 cuts"
+    assert found["g0"] == found["w0"] == "in flight across the cut at !_9"
 
 
 def test_collectives_that_a_capture_cannot_hold_stay_outside_with_their_waits():

@@ -50,7 +50,7 @@ def test_indices_that_are_in_bounds_when_they_are_zero_do(function):
         (lambda table, places, numbers: table.gather(0, (numbers * 4).long()[None]), "might fail its check"),
         (
             lambda table, places, numbers: table.index_put((places,), table[:3], accumulate=True),
-            "where it writes depends",
+            "its stores, and so its time, depend on loaded values",
         ),
     ],
 )

@@ -180,7 +180,7 @@ def test_memory_is_not_held_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> No
     made = held(ELEMENTS - 1 - P[0])
     ops, report = fuse(made.ops, made, freeable={"saved"})
     assert names(ops) == ["x", "peak", "end", "y"]
-    assert report.refused["x", "y"] == "it would keep 32 bytes alive past the peak of memory"
+    assert report.refused["x", "y"] == "it would keep 32 more bytes live and exceed peak memory"
     assert names(fuse(made.ops, made)[0]) == ["peak", "end", "y"]  # the caller holds it anyway
     made = held(P[0])
     assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["peak", "end", "y"]  # y is written over `end`
@@ -212,7 +212,7 @@ def test_no_start_comes_behind_a_wait_that_it_did_not_need(late_first: bool) -> 
     order, report = fused(graph(ops, ["late", "s1"]))
     assert order == ["s0", "w", *names(pair), "s1"]
     (reason,) = report.refused.values()
-    assert reason == "one leads to a collective's start, the other comes after a wait"
+    assert reason == "one precedes a collective's start, the other follows a wait"
 
 
 def test_the_rule_sees_through_earlier_fusions() -> None:

@@ -56,7 +56,7 @@ def test_elements_that_others_still_read_are_not_overwritten(reader):
     expected = run_ops(made.ops, made, [each.clone() for each in inputs])
     torch.testing.assert_close(run_ops(ops, made, inputs), expected)
     if reader == "y":
-        assert reasons(made) <= {"a is changed in place before all iterations have read their part of it"}
+        assert reasons(made) <= {"a would be overwritten before all iterations have read their part of it"}
 
 
 def test_two_changes_of_one_buffer_stay_apart():
@@ -72,7 +72,7 @@ def test_a_scatter_stays_alone():
     store = dataclasses.replace(scatter.body.stores[0], mode="add")
     scatter = dataclasses.replace(scatter, body=dataclasses.replace(scatter.body, stores=(store,)))
     made = graph([scatter, pointwise("y", "b")], ["a__c", "y"])
-    assert reasons(made) == {"one of them scatters: its iterations go by where they write"}
+    assert reasons(made) == {"one of them scatters: its iterations write elements that depend on data"}
 
 
 # --- through torch.compile

@@ -99,7 +99,7 @@ def refuse(op: Attention) -> str | None:
     if max(query.size[3], value.size[3]) > _LARGEST_HEAD:
         return f"heads of {max(query.size[3], value.size[3])} elements"
     if int(query.size[1]) % int(key.size[1]):
-        return "heads of queries that heads of keys do not divide"
+        return "a number of query heads that is no multiple of the number of key heads"
     for size, length in ((op.blocks.query_size, query.size[2]), (op.blocks.key_size, key.size[2])):
         if size & -size < min(_SMALLEST, power_of_two(int(length))):
             return f"blocks of {size}"
@@ -107,9 +107,9 @@ def refuse(op: Attention) -> str | None:
         along = query if "keys" in kind else key
         size = op.blocks.query_size if "keys" in kind else op.blocks.key_size
         if int(counts.size[-1]) * size < along.size[2]:
-            return f"a mask of {counts.size[-1]} blocks for {along.size[2]} positions"
+            return f"a mask of {counts.size[-1]} blocks, too few for {along.size[2]} positions"
         if {counts.dtype, indices.dtype} != {torch.int32}:
-            return f"a mask whose lists are {indices.dtype}"
+            return f"a mask whose lists have dtypes {counts.dtype} and {indices.dtype}"
     for view in (*op.tensors.values(), *op.results.values()):
         if int(view.size[2]) * max(map(int, view.layout.stride[2:])) + _LARGEST_HEAD >= _INT32_LIMIT:
             return "heads of more than 2^31 elements"

@@ -45,7 +45,7 @@ def refuse(body: Body) -> str | None:
         return "a matrix product beside another reduction"
     (dot,) = body.dots()
     if not isinstance(dot.arg, Op) or dot.arg.name != "mul" or dot.dtype is not torch.float32:
-        return "a matrix product that is no float32 sum of products"
+        return "a matrix product that is not a float32 sum of products"
     if axes(body) is None:
         return "a matrix product whose factors vary with the same loops"
     if body.stores_terms():
