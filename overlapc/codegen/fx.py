@@ -171,7 +171,9 @@ class FxWrapper:
         variable = self.program.variables[view.buffer]
         own = self.program.layouts[variable]
         node = self.variable(variable)
-        if (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
+        if view.dtype != own.dtype:
+            node = self.call_function(torch.ops.aten.view.dtype, node, view.dtype)
+        elif (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
             return node
         return self.call_function(support.strided, node, *self.shape(view.layout), self._size(view.layout.offset))
 

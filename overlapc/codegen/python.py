@@ -277,7 +277,9 @@ class PythonWrapper:
     def _view(self, view: View) -> str:
         variable = self.program.variables[view.buffer]
         own = self.program.layouts[variable]
-        if (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
+        if view.dtype != own.dtype:
+            variable = f"{variable}.view({view.dtype})"
+        elif (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
             return variable
         size, stride = self.shape(view.layout)
         return f"rt.view({variable}, {size}, {stride}, {self.size(view.layout.offset)})"

@@ -141,7 +141,7 @@ class GraphLowering:
         first: dict[View, Node] = {}
         again: dict[Node, View] = {}
         for result in results:
-            leaf = self.context.current(self._resolve(result))
+            leaf = self._with_its_dtype(result) or self.context.current(self._resolve(result))
             if isinstance(result, Node) and isinstance(leaf, View) and first.setdefault(leaf, result) is not result:
                 if result not in again:
                     name = f"{result.name}_returned"
@@ -150,6 +150,25 @@ class GraphLowering:
                     self.context.add(made)
                 leaf = again[result]
             yield leaf
+
+    def _with_its_dtype(self, result: Any) -> View | None:
+        """Return the result of `view(dtype)` in the memory that it has in eager; None for what is no such view.
+
+        Kernels read such a view from a copy. What lies in an input is viewed by AOTAutograd.
+        """
+        while isinstance(result, Node) and result.target is aten.alias.default:
+            result = result.args[0]
+        if not isinstance(result, Node) or result.target is not aten.view.dtype:
+            return None
+        base = self.context.current(self._resolve(result.args[0]))
+        dtype = result.meta["val"].dtype
+        if not isinstance(base, View) or base.dtype.itemsize != dtype.itemsize or self._is_callers(base):
+            return None
+        return View(base.buffer, dataclasses.replace(base.layout, dtype=dtype))
+
+    def _is_callers(self, base: View) -> bool:
+        root = self.graph.root(base.buffer)
+        return root in self.graph.inputs or root in self.graph.constants
 
     def _order(self, node: Node, made: Sequence[IROp]) -> None:
         """Record the op that writes each buffer, and the ops after which the ops in `made` must run."""

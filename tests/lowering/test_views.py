@@ -184,6 +184,21 @@ def test_gradients_of_results_whose_elements_share_memory(function):
     torch.testing.assert_close(gradient(compiled(function)), gradient(function))
 
 
+@pytest.mark.parametrize("options", [{}, {"wrapper": "fx"}, {"memory": "pool"}], ids=str)
+def test_a_returned_view_of_another_dtype_shares_the_memory_of_its_base(options):
+    def function(x):
+        y = x * 2
+        bits = y.view(torch.int32)
+        return y, bits, y.t()[1:].view(torch.int32), bits + 1, (y * 2).view(torch.int32)
+
+    x = torch.randn(4, 5)
+    found, expected = compiled(function, **options)(x), function(x)
+    torch.testing.assert_close(found, expected, check_stride=True)
+    found[0].mul_(3)
+    assert torch.equal(found[1], found[0].view(torch.int32))
+    assert torch.equal(found[2], found[0].t()[1:].view(torch.int32))
+
+
 def test_results_of_broken_up_ops_have_eagers_strides():
     x, rows, more = torch.randn(5, 6), torch.rand(6), torch.rand(5, 1, 6)
     mask = torch.rand(5, 6) > 0.5
