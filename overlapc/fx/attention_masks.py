@@ -47,7 +47,7 @@ _KERNELS = {
 
 
 def drop_masks(gm: GraphModule, *, eager_dropout: bool) -> None:
-    """Rewrite every attention of Dynamo's graph whose mask is causal or true everywhere, in place.
+    """Rewrite every attention of Dynamo's graph whose mask is causal, true everywhere or a window, in place.
 
     eager_dropout: dropout must draw the same random numbers as eager, which another kernel may not do.
     """
@@ -58,7 +58,7 @@ def drop_masks(gm: GraphModule, *, eager_dropout: bool) -> None:
 class Verdict:
     """The proven properties of an attention's mask."""
 
-    why: str  # as the report says it
+    why: str  # its text in the report
     outcome: str  # its kind: CAUSAL, FULL, WINDOW, or another word
     window: Window | None = None  # the mask as a window, whether or not attention is computed in pieces
 
@@ -79,7 +79,7 @@ class _Rewriter:
         inputs = gm.graph.find_nodes(op="placeholder")
         for place, grid in given.items():
             positions.learn(inputs[place], grid)
-        chosen = any("sdp" in _name(node) for node in gm.graph.nodes)  # kernels, by a context within the graph
+        chosen = any("sdp" in _name(node) for node in gm.graph.nodes)  # the graph itself selects kernels (sdpa_kernel)
         for node in gm.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
                 changed |= self._attention(node, positions, share=not chosen)
@@ -325,7 +325,7 @@ def attention_kernels(graph: fx.Graph) -> Counter[str]:
 
 
 def attention_counts(graph: fx.Graph) -> dict[str, int]:
-    """Count the attentions of a forward graph by what became of their masks; those without one are not counted."""
+    """Count the masks of attention in a forward graph: dropped as causal or full, turned into a window, or kept."""
     outcomes = {note["at"]: note["outcome"] for note in _notes(graph)}
     names = {
         CAUSAL: "attention_masks_causal", FULL: "attention_masks_full", WINDOW: "attention_masks_windows",

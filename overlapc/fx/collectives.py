@@ -53,7 +53,7 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
     """Describe the communication of `node`. Its bytes are those of a gather's output, or of a scatter's input."""
     kind = kind_of(node)
     group = group_of(node)
-    if kind in KINDS and KINDS[kind].output_sized and node.target is not EXCHANGE:  # its output lacks own part
+    if kind in KINDS and KINDS[kind].output_sized and node.target is not EXCHANGE:  # its output lacks this rank's part
         moved = _tensors(node.meta.get("val"))
     else:
         moved = _tensors(node.args if kind == "unknown" else node.args[0])

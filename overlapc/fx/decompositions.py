@@ -174,7 +174,7 @@ def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
 
 
 def norms(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Decompose `_foreach_norm` into one norm for each tensor: these fuse with neighbours, and share launches again."""
+    """Decompose `_foreach_norm` into a norm for each tensor; these fuse with neighbours and still share launches."""
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Splits FSDP2's flat buckets into one collective for each tensor (S22).
+"""Splits FSDP2's flat buckets into one collective for each tensor (S22 in docs/COVERAGE.md).
 
 FSDP2 copies the shards of a group into one flat tensor, gathers that, and copies every parameter out again; gradients
 are divided into chunks, copied into one tensor, reduced, and read through strided views. Without the copies, this is

@@ -1,10 +1,9 @@
 """Labels on nodes: the sharded parameter that a node gathers or whose gradient it reduces.
 
-`overlapc.fully_shard` writes one label on every node that gathers a parameter or reduces its gradient. It
-travels as `node.meta["custom"]["overlapc"]` (`torch.fx.traceback.annotate`), because that is the one piece of
-metadata that Dynamo, AOTAutograd's joint tracing, CSE and the partitioner all carry along unchanged. On the way
-AOTAutograd overwrites a backward node's entry with the one of its forward node, so forward and backward share
-one label, and a node's own op says which of the two it is.
+`overlapc.fully_shard` puts a label on every node that gathers a parameter or reduces its gradient. The label is
+`node.meta["custom"]["overlapc"]` (`torch.fx.traceback.annotate`), because this is the only metadata that Dynamo,
+AOTAutograd's joint tracing, CSE and the partitioner all preserve. AOTAutograd overwrites a backward node's entry with
+that of its forward node, so forward and backward share one label, and a node's op tells the two apart.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _reductions(graph: fx.Graph) -> Iterator[_Member]:
 
 
 def _worth_it(members: Sequence[_Member], costs: CopyCosts) -> Iterator[list[_Member]]:
-    """Return, for each run of members that are alike, those to pack, unless one flat collective would not be faster."""
+    """Yield, for each run of members that are alike, the ones that are faster to copy, if packing them saves time."""
     for _, run in itertools.groupby(members, key=lambda member: member.alike):
         saved_ns = {member: _saved_ns(member, costs) for member in run}
         small = [member for member, ns in saved_ns.items() if ns > 0]

@@ -73,7 +73,7 @@ def recompute_sums(graph: fx.Graph, backward: Collection[fx.Node]) -> int:
 
 
 def _read_by_backward(graph: fx.Graph, backward: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of forward that backward reads, or that it can compute such nodes from element by element."""
+    """Return the nodes of forward that backward reads, and those from which it can compute them element by element."""
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node not in backward and any(

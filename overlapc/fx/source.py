@@ -11,7 +11,7 @@ from torch.fx import Node
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+).*\n?(?! *File ") *(.*)', re.MULTILINE)
 _MEMBER = re.compile(r"list\(dict\.values\(((?:(?!list\().)*?)\._modules\)\)\[(\d+)\]")
 _WRAPPED = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # inner module of checkpoint_wrapper, torch.compile
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "parallel", "")  # its frames lie below the user's
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "parallel", "")  # not the user's frames
 
 
 def user_line(node: Node) -> str:

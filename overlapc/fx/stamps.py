@@ -209,7 +209,7 @@ def _is_plain(value: Any) -> bool:
         sizes = (*value.shape, *value.stride(), value.storage_offset())
         odd = value.layout != torch.strided or value.is_conj() or value.is_neg()
         return not odd and all(isinstance(each, int) for each in sizes)
-    return value is None or type(value) is int  # attention on GPUs returns sequence lengths
+    return value is None or type(value) is int  # attention ops on GPUs also return sequence lengths as integers
 
 
 def _shares(node: fx.Node, other: fx.Node) -> bool:

@@ -1,6 +1,6 @@
-"""Replaces unsharded parameters that a graph fills and frees by the value that fills them (S23).
+"""Replaces unsharded parameters that a graph fills and frees by the value that fills them.
 
-FSDP2 keeps each unsharded parameter as a tensor without storage and, around the ops that need it, does
+FSDP2 keeps each unsharded parameter as a tensor without storage (S23 in docs/COVERAGE.md). A traced graph then has
 
     resize(p, full); fsdp.copy_(p, gathered); y = mm(x, p); resize(p, 0)   ->   y = mm(x, gathered)
 
