@@ -145,7 +145,7 @@ class Meetings:
         except NoAnswer as asked:
             raise RanksDisagree(
                 f"the rendezvous store{self._store} does not answer rank {self.rank} at {at} (rank_timeout:"
-                f" {timeout_s:g} s)\n   it was asked {asked}"
+                f" {timeout_s:g} s)\n   the request was {asked}"
                 "\nhint: the process that hosts the store (often rank 0 or the launcher) has ended, is stopped or is"
                 " overloaded, or the network is down; if that process is only slow, raise"
                 ' options={"rank_timeout": seconds}'
@@ -274,7 +274,7 @@ def differences(notes: Mapping[int, Notes]) -> list[str]:
     rest = len(lines) - _SHOWN_DIFFERENCES
     if rest > 0:
         lines[_SHOWN_DIFFERENCES:] = [f"   and {rest} more"]
-    return ["these differ between ranks, too:", *lines] if lines else []
+    return ["these settings also differ between ranks:", *lines] if lines else []
 
 
 def _missing(
@@ -286,7 +286,11 @@ def _missing(
     ended: Mapping[int, str],
     notes: Notes,
 ) -> str:
-    last = f"last met by all: {last_full}" if last_full else "these ranks have not met before in this job"
+    last = (
+        f"last agreement of all ranks: {last_full}"
+        if last_full
+        else "these ranks have agreed on nothing before in this job"
+    )
     if STEPS in notes:
         last += f"; {STEPS}: {notes[STEPS]}"
     where = f"\n   waiting there: {name_ranks(here)}\n   {last}\nhint: "
@@ -299,8 +303,8 @@ def _missing(
     return (
         f"{name_ranks(missing)} did not reach {at} within {timeout_s:g} s{where}"
         "a rank that died, is stuck, or skips a compilation keeps the others waiting: see its output; "
-        'if it is only slow, raise options={"rank_timeout": seconds}; if sizes of inputs change on some ranks alone, '
-        "these compile again alone, which they may only where no collective that they share with others depends on"
-        " these sizes: drop or pad such batches (drop_last=True), or make one graph for all sizes on all ranks:"
+        'if it is only slow, raise options={"rank_timeout": seconds}; if input sizes change on some ranks only, '
+        "these ranks recompile alone, which works only if no collective that they share with other ranks depends on"
+        " these sizes: drop or pad such batches (drop_last=True), or compile one graph for all sizes on all ranks:"
         " torch.compile(..., dynamic=True)"
     )

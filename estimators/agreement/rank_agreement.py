@@ -40,12 +40,12 @@ __all__ = ["GraphAgreement", "Peers", "canonical_lines", "peers_of", "spanned_ra
 _SHOWN_VARIANTS = 4  # different texts that an error shows; further ones are only counted
 _SHOWN_CHARS = 200  # characters of a line that an error shows
 _SAME_CODE = (
-    "every rank must run the same model code on inputs of the same kinds; look for branches on the rank, and for a"
-    " batch of 0 or 1 on some ranks alone, which torch traces by itself (drop_last, or pad it)"
+    "every rank must run the same model code on inputs of the same kinds; look for branches on the rank, and for"
+    " batch sizes of 0 or 1 on some ranks only, for which torch traces separate graphs (use drop_last, or pad them)"
 )
 _SAME_OPTIONS = (
-    "the graphs are equal, so what plans them is not: give all ranks the same options (and OVERLAPC_ variables), the"
-    " same versions of overlapc and torch, and the same kind of device"
+    "the graphs are equal, so the ranks plan them differently: give all ranks the same options (and OVERLAPC_"
+    " variables), the same versions of overlapc and torch, and the same kind of device"
 )
 
 
@@ -122,7 +122,7 @@ class GraphAgreement:
         for name, value in values.items():
             if not math.isfinite(value):
                 raise ValueError(f"{name} was estimated as {value}; only finite values have a median")
-        return self._agree_on_numbers("estimates", "ranks estimated different things", values, np.median)
+        return self._agree_on_numbers("estimates", "ranks have estimates of different nodes", values, np.median)
 
     def agree_on_largest(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return the maximum over ranks of each size; sizes must be less than 2^53, and names equal on all ranks."""
@@ -151,7 +151,7 @@ class GraphAgreement:
 
     def tell(self, stage: str, text: str) -> list[str]:
         """Exchange texts: return every rank's text at this point, in order of rank."""
-        return list(json.loads(self._agree(stage, "ranks say different things", (), text.encode(), _listed)))
+        return list(json.loads(self._agree(stage, "ranks exchange texts", (), text.encode(), _listed)))
 
     def agree_on_tables(self, tables: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
         """Return, for every name that any rank has, the longest of the ranks' tables; the same on every rank.
@@ -160,7 +160,7 @@ class GraphAgreement:
         first rank is returned.
         """
         text = zlib.compress(json.dumps(tables).encode(), 1)
-        return dict(json.loads(self._agree("tables", "ranks bring tables", (), text, _longest)))
+        return dict(json.loads(self._agree("tables", "ranks exchange tables", (), text, _longest)))
 
     def agree_on_profile(self, profile: DeviceProfile) -> DeviceProfile:
         """Return one profile for all ranks, with the median of each number, because hosts measure different ones."""
@@ -264,7 +264,7 @@ def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: 
         parts.extend(_one_side(side, text, first) for side, text in (common, (ranks, lines)))
     unshown = [rank for ranks in variants[_SHOWN_VARIANTS:] for rank in ranks]
     if unshown:
-        parts.append(f"{len(variants) - _SHOWN_VARIANTS} more versions on {name_ranks(unshown)}")
+        parts.append(f"{len(variants) - _SHOWN_VARIANTS} more variants on {name_ranks(unshown)}")
     parts.extend(differences({rank: notes for rank, (notes, _) in statements.items()}))
     parts.append(f"hint: {hint}")
     raise RanksDisagree("\n".join(parts))

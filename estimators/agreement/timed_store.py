@@ -68,7 +68,7 @@ class TimedStore:
 
     def set(self, key: str, value: bytes) -> None:
         """Store this rank's value."""
-        self._ask("to take what this rank brings", lambda store: store.set(key, value))  # type: ignore[arg-type]
+        self._ask("to store this rank's value", lambda store: store.set(key, value))  # type: ignore[arg-type]
 
     def add(self, key: str, count: int) -> int:
         """Add `count` to the counter and return the sum."""
@@ -76,7 +76,7 @@ class TimedStore:
 
     def check(self, key: str) -> bool:
         """Whether the key exists."""
-        return self._ask("whether a rank has come", lambda store: store.check([key]))
+        return self._ask("to check whether a rank has arrived", lambda store: store.check([key]))
 
     def wait(self, key: str, seconds: float, stop: Callable[[], bool] | None = None) -> bool:
         """Wait until the key exists. Return False if it does not within `seconds`, or once `stop` returns True."""
@@ -97,16 +97,16 @@ class TimedStore:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the value of each key."""
-        return self._ask("for what the ranks bring", lambda store: store.multi_get(list(keys)))
+        return self._ask("for the values of the ranks", lambda store: store.multi_get(list(keys)))
 
     def compare_set(self, key: str, value: bytes) -> bytes:
         """Set `value` unless the key has a value; return the key's value."""
-        purpose = "to take the verdict"
+        purpose = "to store the verdict"
         return self._ask(purpose, lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]
 
     def delete_key(self, key: str) -> None:
         """Delete the key."""
-        self._ask("to forget the meeting", lambda store: store.delete_key(key))
+        self._ask("to delete a key", lambda store: store.delete_key(key))
 
     def _ask(
         self, purpose: str, request: Callable[[dist.Store], Result], stop: Callable[[], bool] | None = None
@@ -114,9 +114,9 @@ class TimedStore:
         if self._pending is not None and self._pending.is_alive():
             # A caller stopped waiting for that request, which still occupies the connection.
             assert self._store is not None
-            self._store = self._in_thread("to take another connection", partial(connected, self._store), None)
+            self._store = self._in_thread("to open another connection", partial(connected, self._store), None)
         if self._store is None:
-            self._store = self._in_thread("to take a connection", self._connect, None)
+            self._store = self._in_thread("to open a connection", self._connect, None)
         store = self._store
         if isinstance(store, dist.HashStore):  # in this process: it answers
             return request(store)

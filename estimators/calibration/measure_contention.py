@@ -112,7 +112,7 @@ class ContentionMeasurement:
         apart = all_agreed([each.compute is None for each in met.values()], self.device)  # the same calls on all ranks
         left_out = [name for name, missing in zip(met, apart, strict=True) if missing]
         if left_out:
-            self.say(f"  left out, as no collective ran beside them all the time: {', '.join(left_out)}")
+            self.say(f"  left out, because they were never overlapped for their whole time: {', '.join(left_out)}")
         return {
             name: (max(1.0, each.compute or 1.0), max(1.0, each.collective or 1.0))
             for name, each in met.items()
@@ -171,8 +171,8 @@ def slowdown_of(effort: Effort, multiprocessors: int, times: Times) -> dict[str,
     memories = [[size, *times[f"memory {size}"]] for size in effort.beside_moved if f"memory {size}" in times]
     if not matmuls or not memories:
         raise CalibrationError(
-            "no collective ran all the time beside any matmul or any memory-bound kernel: ranks are out of step\n"
-            "hint: stop what else runs on these GPUs, then calibrate again"
+            "no matmul, or no memory-bound kernel, was overlapped for its whole time: ranks are out of step\n"
+            "hint: stop other work on these GPUs, then calibrate again"
         )
     tiles = {shape: tiles_of(shape[0] * shape[2]) for shape in matmuls}
     _, largest, own_largest = memories[-1]

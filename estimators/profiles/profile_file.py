@@ -75,7 +75,9 @@ def profile_from_json(data: Mapping[str, Any], what: str = "device profile") -> 
     """Build a profile from the JSON object of a profile file. Raise ConfigError, starting with `what`, if malformed."""
     file = documents.from_data(data, _File, what)
     if file.overlapc_profile != FORMAT:
-        raise ConfigError(f"{what}: it is of version {file.overlapc_profile}, and this is version {FORMAT}")
+        raise ConfigError(
+            f"{what}: its format is version {file.overlapc_profile}, but this overlapc reads version {FORMAT}"
+        )
     values = {key: entry.value for key, entry in file.quantities.items()}
     origins = {"": file.origin, **{key: entry.origin for key, entry in file.quantities.items()}}
     flops = {key.partition(".")[2]: values.pop(key) for key in list(values) if key.startswith("flops_per_s.")}

@@ -93,7 +93,7 @@ def test_different_graphs_name_ranks_and_the_first_difference(outcomes: list[Out
 def test_a_skipped_compilation_ends_within_the_timeout(outcomes: list[Outcome]) -> None:
     text, seconds = outcomes[0].value["skipped"]
     assert text.startswith("rank 1 did not reach compilation 2 (forward), graph within 1.5 s")
-    assert "last met by all: compilation 1 (forward), graph" in text
+    assert "last agreement of all ranks: compilation 1 (forward), graph" in text
     assert TIMEOUT_S <= seconds < TIMEOUT_S + 1
 
 

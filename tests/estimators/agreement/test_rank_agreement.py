@@ -84,7 +84,7 @@ def test_estimates_of_different_things_are_named() -> None:
             lambda peers, rank: peers.agreement("f", 20).agree_on_medians({"mm0": 1, "mm1" if rank else "mm2": 2}),
         )
     )
-    assert "ranks estimated different things" in text
+    assert "ranks have estimates of different nodes" in text
     assert re.search(r"ranks 1-2 \(2\): mm1\n   rank 0 \(1\): mm2", text)
 
 
@@ -122,7 +122,7 @@ def test_the_first_difference_is_shown_with_who_has_which() -> None:
 
 def test_many_different_graphs_make_a_short_error() -> None:
     text = one_text(on_ranks(12, lambda peers, rank: peers.agreement("f", 20).agree_on_graph([f"x{rank}" * 500])))
-    assert "8 more versions on ranks 4-11" in text
+    assert "8 more variants on ranks 4-11" in text
     assert len(text) < 3000
 
 
@@ -144,7 +144,7 @@ def test_a_missing_rank_is_named_on_all_others_within_the_timeout(absent: int) -
             assert str(caught.value).startswith(
                 f"rank {absent} did not reach compilation 2 (forward), graph within 0.3 s\n"
                 f"   waiting there: ranks {format_ranks([rank for rank in range(4) if rank != absent])}\n"
-                "   last met by all: compilation 1 (forward), graph\n"
+                "   last agreement of all ranks: compilation 1 (forward), graph\n"
             )
         return time.monotonic() - began
 
