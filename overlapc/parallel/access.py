@@ -171,7 +171,7 @@ def no_sync(module: FSDPModule) -> Iterator[None]:
     if sync is None:
         raise ConfigError(
             f"no_sync: this {type(module).__name__} was given to neither overlapc.fully_shard nor overlapc.adopt_fsdp2;"
-            " give it the outermost module that was"
+            " pass the outermost module that was"
         )
     sync(False)
     try:

@@ -54,9 +54,10 @@ def adopt_fsdp2(model: _Module) -> _Module:
 def _why_none(model: nn.Module) -> str:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return (
-            "it is wrapped in DistributedDataParallel, which shards nothing and reduces in hooks of autograd. In place"
-            " of that wrapper, overlapc.fully_shard(model, mesh) on a mesh of (ranks, 1), with mesh_dim_names="
-            "('replicate', 'shard'), keeps all parameters on each rank and reduces gradients in the graph"
+            "it is wrapped in DistributedDataParallel, which shards nothing and reduces gradients in autograd hooks."
+            " Instead of that wrapper, use overlapc.fully_shard(model, mesh): on a mesh of (ranks, 1), with"
+            " mesh_dim_names=('replicate', 'shard'), it keeps all parameters on each rank and reduces gradients in the"
+            " graph"
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return (
@@ -77,7 +78,7 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
         if group.mesh_info.shard_mesh_dim is None:
             raise ConfigError(
                 f"adopt_fsdp2: parameters of {where} are replicated, not sharded; fully_shard with"
-                " reshard_after_forward=False communicates as much, and keeps less memory (torchtitan:"
+                " reshard_after_forward=False communicates as much and uses less memory (torchtitan:"
                 " parallelism.data_parallel_shard_degree)"
             )
         if getattr(group.mesh_info, "is_spmd_mesh", False):
@@ -89,9 +90,9 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
             name = f"parameter {param._module_info.param_name} of {where}"
             if param.offload_to_cpu:
                 raise ConfigError(
-                    f"adopt_fsdp2: {name} is offloaded to the CPU, which overlapc does not do; leave out"
+                    f"adopt_fsdp2: {name} is offloaded to the CPU, which overlapc does not support; leave out"
                     " offload_policy (accelerate: cpu_offload; torchtitan: training.enable_cpu_offload), and save"
-                    " memory by memory_budget or activation checkpointing"
+                    " memory with memory_budget or activation checkpointing"
                 )
             if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
                 raise ConfigError(

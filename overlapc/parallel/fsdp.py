@@ -67,7 +67,7 @@ def fully_shard(
     policy = _policy(mp_policy, param_dtype, reduce_dtype)
     mesh = _default_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"fully_shard: mesh={mesh!r} is no DeviceMesh; make one with init_device_mesh(...)")
+        raise ConfigError(f"fully_shard: mesh={mesh!r} is not a DeviceMesh; make one with init_device_mesh(...)")
     group = group_on(mesh, reshard_after_forward)
     group.paths = [""] * len(modules)
     sharding = Sharding(mesh, group, policy)
@@ -105,9 +105,9 @@ def _checked(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise ConfigError("fully_shard: the list of modules is empty")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"fully_shard: {module!r} is no module")
+            raise ConfigError(f"fully_shard: {module!r} is not a module")
         if groups_of(module) is not None:
-            raise ConfigError(f"fully_shard: this {type(module).__name__} is already sharded; call it once a module")
+            raise ConfigError(f"fully_shard: this {type(module).__name__} is already sharded; call it once per module")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ConfigError(f"fully_shard: {type(module).__name__} has no forward; shard the modules in it")
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
@@ -120,7 +120,7 @@ def _policy(
     policy = given or MixedPrecisionPolicy()
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and getattr(policy, name) not in (None, dtype):
-            raise ConfigError(f"fully_shard: {name}={dtype} but mp_policy.{name}={getattr(policy, name)}; give one")
+            raise ConfigError(f"fully_shard: {name}={dtype} but mp_policy.{name}={getattr(policy, name)}; pass one")
     return dataclasses.replace(
         policy,
         param_dtype=param_dtype or policy.param_dtype,

@@ -51,8 +51,8 @@ def _look(optimizer: Optimizer, *_: Any) -> None:
     if names:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         warnings.warn(
-            f"this {type(optimizer).__name__} trains nothing of {len(names)} of its {len(held)} parameters ({shown}):"
-            " fully_shard has put sharded ones in their place, which it does not know.\nhint: make the optimizer after"
-            " overlapc.fully_shard(model, ...), of model.parameters()",
+            f"this {type(optimizer).__name__} does not train {len(names)} of its {len(held)} parameters ({shown}):"
+            " fully_shard replaced them by sharded parameters, which this optimizer does not hold.\nhint: create the"
+            " optimizer after overlapc.fully_shard(model, ...), from model.parameters()",
             stacklevel=4,
         )

@@ -95,16 +95,16 @@ class _Inputs:
         if not isinstance(module, UnspecializedNNModuleVariable) or module.source is None:
             raise Unfit("a module of unknown origin")
         if output.current_tracer.parent is not None or output.current_tracer.bound_symbols or output.export:
-            raise Unfit("within a nested graph, of symbolic sizes, or exported")
+            raise Unfit("it is traced inside a nested graph, with symbolic sizes, or for export")
         if tx.symbolic_torch_function_state.mode_stack:
-            raise Unfit("a mode sees all operations")
+            raise Unfit("a torch function mode is active")
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise Unfit("hooks on what is saved")
+            raise Unfit("saved-tensor hooks are active")
         if torch._dynamo.config.side_effect_replay_policy == "silent":
-            raise Unfit("Dynamo does not note changes")
+            raise Unfit("Dynamo does not record side effects")
         inputs = cls(module)
         if not str(getattr(inputs.root, "index", "")).isdigit():
-            raise Unfit("no member of a list, which could have others like it")
+            raise Unfit("it is not a member of a module list")
         given = [inputs._form(each) for each in others]
         named = [(name, inputs._form(each)) for name, each in kwargs.items()]
         inputs.changes = _changes(output.side_effects)
@@ -118,7 +118,7 @@ class _Inputs:
         if type(given) is TupleVariable:
             return tuple(map(self._form, given.items))
         if type(given) is not TensorVariable:
-            raise Unfit(f"a {type(given).__name__} is given")  # which the block may change
+            raise Unfit(f"an argument is a {type(given).__name__}")  # which the block may change
         node = given.as_proxy().node
         return self.tensors.setdefault(node, len(self.tensors)), _form_of(node)
 
@@ -211,7 +211,7 @@ class _Recording:
         """Return the traced block; Unfit if it does more than compute `result` from its inputs and its module."""
         output, root = self._tx.output, self._inputs.root
         if self._effects != self._seen_effects() or self._changed:
-            raise Unfit("it changes something, or draws Python's random numbers")
+            raise Unfit("it has side effects, or draws Python's random numbers")
         if self._tx.output.current_tracer.bound_symbols:
             raise Unfit("it computes sizes")
         if not self._modes.check() or self._annotation != _annotation():
@@ -226,13 +226,13 @@ class _Recording:
             if body is not None and (body.graph.find_nodes(op="get_attr") or len(node.users) != 1):
                 raise Unfit(f"{node.name} contains graphs, or is called twice")
             if body is not None and any(map(callable, body.meta.values())):
-                raise Unfit(f"{node.name} has a policy, which may be this block's")
+                raise Unfit(f"{node.name} has a policy function, which may belong to this block")
             for operand in node.all_input_nodes:
                 if operand in inside or operand in self._inputs.tensors:
                     continue
                 source = getattr(operand.meta.get("grapharg"), "source", None)
                 if operand.op != "placeholder" or source is None:
-                    raise Unfit(f"{operand.name} is read, and not given")
+                    raise Unfit(f"it reads {operand.name}, which is not one of its inputs")
                 if is_within(source, root):
                     captured[operand] = source
         self._expect_names_of_its_own()
@@ -258,7 +258,7 @@ class _Recording:
             if is_within(source, self._inputs.root):
                 value = _value(self._tx, source, cache)
                 if isinstance(value, torch.Tensor) and value in tracked and tracked[value].source != source:
-                    raise Unfit(f"{source.name} has another name")
+                    raise Unfit(f"{source.name} is reachable under a second name")
 
     def _checks(self) -> list[_Check]:
         """Return all guards on the block, including those from before it was called: its trace may rely on them."""
@@ -269,7 +269,7 @@ class _Recording:
                 continue
             compare = compared(guard)
             if compare is None:
-                raise Unfit(f"a guard {guard.create_fn_name()}")
+                raise Unfit(f"it has a guard of kind {guard.create_fn_name()}")
             source, given = subject(guard)
             value = _value(self._tx, source, cache)
             kept = value if isinstance(value, str | FunctionType) else None
@@ -465,13 +465,13 @@ def _results(result: Any, inside: set[fx.Node], given: Sequence[fx.Node]) -> Any
         raise Unfit(f"it returns a {type(result).__name__}")
     node = result.as_proxy().node
     if node not in inside:
-        raise Unfit("it returns what it was given")
+        raise Unfit("it returns an input")
     _form_of(node)
     memory = node.meta["example_value"].untyped_storage()._cdata
     for each in given:
         value = each.meta["example_value"]
         if getattr(value, "_local_tensor", value).untyped_storage()._cdata == memory:
-            raise Unfit("it returns a view of what it was given")
+            raise Unfit("it returns a view of an input")
     return node
 
 

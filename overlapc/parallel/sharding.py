@@ -96,8 +96,8 @@ class Sharding:
         chunk = -(-length // ranks)
         if dim and length % ranks:
             raise ConfigError(
-                f"fully_shard: parameter {name} has {length} entries on dim {dim}, which {ranks} ranks do not"
-                " divide; only dim 0 may be sharded unevenly"
+                f"fully_shard: parameter {name} has size {length} on dim {dim}, not divisible by the {ranks} ranks;"
+                " only dim 0 may be sharded unevenly"
             )
         start = min(self.mesh.get_local_rank(self.mesh.ndim - 1) * chunk, length)
         # A copy, so that the unsharded parameter can be freed.

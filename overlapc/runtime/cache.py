@@ -226,7 +226,7 @@ class KernelCache:
                 raise ConfigError(f"{problem} (nor to a temporary folder: {error.strerror})") from None
             if self.folder not in _warned:
                 _warned.add(self.folder)
-                warnings.warn(f"{problem}.\nUntil then every process compiles its own, into {folder}", stacklevel=2)
+                warnings.warn(f"{problem}.\nUntil then each process compiles for itself, into {folder}", stacklevel=2)
             self._spare = KernelCache(folder, self._kind)
         return self._spare
 
@@ -254,7 +254,7 @@ def refusal(folder: Path) -> str | None:
         return None
     what = f"{folder} holds code that overlapc runs, but"
     if about.st_uid not in (0, os.geteuid()):
-        me = f"this process is {_user(os.geteuid())}"
+        me = f"this process runs as {_user(os.geteuid())}"
         return (
             f"{what} it belongs to {_user(about.st_uid)} and {me}; set OVERLAPC_CACHE_DIR to a folder of your own, or"
             " run as its owner"

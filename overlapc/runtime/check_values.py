@@ -34,7 +34,7 @@ def check(node: str, origin: str, kinds: tuple[str, ...], **written: Any) -> Non
                 raise ValueCheckError(
                     f"{node} wrote {count} {kind} of {tensor.numel()} values to {name} {tuple(tensor.shape)}"
                     f"\n   at {origin}"
-                    "\nhint: OVERLAPC_DUMP=kernels,program shows the kernel and what it read;"
+                    "\nhint: OVERLAPC_DUMP=kernels,program shows the kernel and its inputs;"
                     ' options={"native": False} calls the library op of every node'
                 )
 

@@ -235,7 +235,7 @@ class _Part:
         except RuntimeError as error:
             raise CaptureError(
                 f"part {self.number} of {self.parts.graph} could not be captured as a CUDA graph: {error}\n"
-                'hint: options={"cuda_graphs": False}; please report the op that cannot be captured'
+                'hint: use options={"cuda_graphs": False}, and please report the op that cannot be captured'
             ) from error
         placed = {at: address for at, address in enumerate(self.addresses) if at not in buffers}
         return _Recording(replay, results, placed, buffers, tuple(sorted(self.written & set(buffers))))

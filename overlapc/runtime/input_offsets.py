@@ -42,8 +42,8 @@ class InputPlaces:
         for at, value in self._inputs.items():
             if value.storage_offset() and _changes(self._examples[at]) and self._read_by_strided(at):
                 return (
-                    "it changes an input that does not begin its memory, and reads it by as_strided with an offset,"
-                    " which counts from there"
+                    "it changes an input whose storage offset is not 0, and reads it by as_strided with an offset,"
+                    " which counts from the beginning of the storage"
                 )
             if self._changes_beside_another(at) and self._turned_constant(self._in_memory[_memory(value)]):
                 return "it changes an input that shares memory with another, and torch cannot trace their sizes"
@@ -99,9 +99,9 @@ def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, offsets: Map
         else:
             return step(*inputs)
         warned.give(
-            f"overlapc runs a call eagerly: it was compiled for an input that begins {offset} elements into its"
-            f" memory, and this one begins at {inputs[at].storage_offset()}. as_strided with an offset, or a change"
-            " of an input that shares memory with another, computes with that"
+            f"overlapc runs a call eagerly: the graph was compiled for an input with storage offset {offset}, and this"
+            f" input has {inputs[at].storage_offset()}. The result depends on it, because the graph calls as_strided"
+            " with an offset, or changes an input that shares memory with another"
         )
         return eager(*inputs)
 
@@ -118,7 +118,7 @@ class _Warning:
         count("calls_run_eagerly_for_offsets")
         if not self.given:
             self.given = True
-            hint = "give the compiled function the whole tensor, and slice it there"
+            hint = "pass the whole tensor to the compiled function, and slice it there"
             warnings.warn(f"{reason}\nhint: {hint}", stacklevel=3)
 
 

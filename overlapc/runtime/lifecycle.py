@@ -102,9 +102,9 @@ class Lifecycle:
         for other, entry in self._live.items():
             if entry.carved and _overlap(entry.place, place):
                 if entry.heir or entry.place[0] != place[0]:
-                    raise self._error(name, f"is carved from where {other} still is")
+                    raise self._error(name, f"is placed in pool memory that {other} still uses")
                 entry.heir = name
-        self._not_in_flight(name, place, "is carved from memory")
+        self._not_in_flight(name, place, "is placed in pool memory")
         entry = self._add(name, tensor)
         entry.ours = entry.carved = True
 
@@ -135,7 +135,7 @@ class Lifecycle:
         """Note that `name` takes over the memory of `source`, and that the name `source` ends."""
         before = self._live.pop(source, None)
         if before is None or before.key != _key(tensor):
-            raise self._error(name, f"was to take over the memory of {source}, which is not where it was")
+            raise self._error(name, f"was to take over the memory of {source}, which is gone or has moved")
         self._not_in_flight(name, _place(tensor), f"takes over the memory of {source}")
         self._freed.add(source)
         self._live[name] = before
@@ -149,7 +149,7 @@ class Lifecycle:
         written = set(written)
         for name, entry in self._live.items():
             if entry.heir:
-                raise self._error(entry.heir, f"is carved from where {name} still is")
+                raise self._error(entry.heir, f"is placed in pool memory that {name} still uses")
         for flight in self._flights:
             for name, place in places.items():
                 if any(_overlap(place, other) for other in flight.writes.values()):
@@ -161,7 +161,7 @@ class Lifecycle:
         """Check the guards of what a kernel or call has written."""
         for name, value in written.items():
             if isinstance(value, Tensor) and _has_memory(value):
-                self._check_guard(name, value, f" by {node}, or by something that ran beside it")
+                self._check_guard(name, value, f" by {node}, or by something that ran at the same time")
 
     def started(
         self, node: str, given: Mapping[str, object], results: Mapping[str, object], waited: Iterable[str]
@@ -256,7 +256,7 @@ class Lifecycle:
 
     def _add(self, name: str, tensor: Tensor) -> _Live:
         if name in self._live:
-            raise self._error(name, "came to be twice")
+            raise self._error(name, "was created twice")
         key = _key(tensor)
         new = key not in self._given and all(entry.key != key for entry in self._live.values())
         size = self._guarded.get(key, tensor.untyped_storage().nbytes()) if new else 0
@@ -272,7 +272,7 @@ class Lifecycle:
         guard = _bytes_of(tensor, False)[planned_bytes:]
         if not bool((guard == _GUARD).all()):
             at = int((guard != _GUARD).nonzero()[0])
-            raise self._error(name, f"was written {at} bytes behind its end{by}; it has {planned_bytes} bytes")
+            raise self._error(name, f"was written {at} bytes past its end{by}; it has {planned_bytes} bytes")
 
     def _not_in_flight(self, name: str, place: tuple[int, int], what: str) -> None:
         for flight in self._flights:

@@ -23,7 +23,7 @@ _CODE = ("*.py", "*.h", "*.json")
 def environment_key(config: Config) -> str:
     """Return the hash, which covers overlapc's own code; NotCacheable for what has no hash, such as a function."""
     if foreign():
-        raise NotCacheable(f"a kernel generator that is no part of overlapc, for {', '.join(foreign())}")
+        raise NotCacheable(f"a kernel generator is not part of overlapc, for {', '.join(foreign())}")
     return content_key(_code_key(), *_options(config), *_versions(), *_switches())
 
 
@@ -40,7 +40,7 @@ def _passes_are_ours(names: Sequence[str]) -> None:
 
     for name in names:
         if not is_ours(name):
-            raise NotCacheable(f"pass {name} is no part of overlapc")
+            raise NotCacheable(f"pass {name} is not part of overlapc")
 
 
 def _options(config: Config) -> Iterator[str]:

@@ -216,7 +216,7 @@ def _mesh(mesh: Any) -> str:
 
 def _user_lines(gm: fx.GraphModule, params: Mapping[str, Any]) -> Iterator[str]:
     if any(True for _ in gm.parameters()) or any(True for _ in gm.buffers()):
-        raise NotCacheable("the graph holds tensors of its own")
+        raise NotCacheable("the graph has parameters or buffers of its own")
 
     def described(leaf: Any) -> Any:
         return params[leaf] if isinstance(leaf, str) and leaf in params else leaf
@@ -247,7 +247,7 @@ def _expect_known(node: Node) -> None:
     else:
         module = getattr(target, "__module__", "") or ""
         if module.startswith("torch._dynamo") and getattr(target, "__closure__", None):
-            raise NotCacheable(f"{node.name} calls a function that Dynamo made, which holds values")
+            raise NotCacheable(f"{node.name} calls a closure that Dynamo made")
         home = module.split(".")[0]
         known = home in ("torch", "overlapc", "_operator", "operator", "math", "builtins", "")
         # C functions of torch (`torch.sin`) have no module; they are recognized by identity.

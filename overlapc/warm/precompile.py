@@ -97,7 +97,7 @@ def record(gm: GraphModule, kept: CachedStepKey) -> None:
     try:
         named(guards, module)
     except Unguarded as reason:
-        count(f"trace not kept: {reason}")
+        count(f"trace not stored: {reason}")
         return
     artifact = StepArtifact(key=name, content=replace(kept, module=module))
     artifact.guards = guards
@@ -106,7 +106,7 @@ def record(gm: GraphModule, kept: CachedStepKey) -> None:
 
 def _unpickled(key: str, kept: CachedStepKey) -> StepArtifact:
     if environment_of(kept.config, kept.devices) != kept.environment:
-        raise CachedStepMissing("the step was made by another version, or for another machine or state of torch")
+        raise CachedStepMissing("the step was compiled by another version, or for another machine or state of torch")
     for each in kept.names:
         each.expect(kept.module)
     if find(kept.key, kept.config.cache_dir) is None:
@@ -115,11 +115,11 @@ def _unpickled(key: str, kept: CachedStepKey) -> StepArtifact:
 
 
 def _refused(reason: str) -> StepArtifact:
-    raise Unguarded(f"this trace was not kept: {reason}")
+    raise Unguarded(f"this trace was not stored: {reason}")
 
 
 def _missing(kept: CachedStepKey) -> CachedStepMissing:
-    return CachedStepMissing(f"the step is no longer kept in {kept.config.cache_dir}")
+    return CachedStepMissing(f"the step is no longer in the cache, {kept.config.cache_dir}")
 
 
 # --- names that Dynamo generates

@@ -32,16 +32,16 @@ def test_options_that_cannot_be_used_are_refused_with_a_reason():
         fully_shard(nn.ModuleList([nn.Linear(4, 4)]), mesh)
     with pytest.raises(ConfigError, match="list of modules is empty"):
         fully_shard([], mesh)
-    with pytest.raises(ConfigError, match="'head' is no module"):
+    with pytest.raises(ConfigError, match="'head' is not a module"):
         fully_shard(["head"], mesh)
-    with pytest.raises(ConfigError, match="mesh=4 is no DeviceMesh"):
+    with pytest.raises(ConfigError, match="mesh=4 is not a DeviceMesh"):
         fully_shard(nn.Linear(4, 4), 4)
     with pytest.raises(ConfigError, match="already sharded"):
         fully_shard(fully_shard(nn.Linear(4, 4), mesh), mesh)
     with pytest.raises(ConfigError, match="has 3 axes"):
         fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
-    with pytest.raises(ConfigError, match="give one"):
+    with pytest.raises(ConfigError, match="pass one"):
         fully_shard(nn.Linear(4, 4), mesh, mp_policy=policy, param_dtype=torch.bfloat16)
     scalar = nn.Module()
     scalar.weight = nn.Parameter(torch.tensor(1.0))

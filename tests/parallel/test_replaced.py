@@ -38,8 +38,8 @@ def test_an_optimizer_of_parameters_that_were_replaced_warns_once(model: nn.Modu
     optimizer = torch.optim.AdamW(model.parameters())
     sharded(model)
     (text,) = warned(optimizer)
-    assert text.startswith("this AdamW trains nothing of 4 of its 4 parameters (0.weight, 0.bias, 1.weight and 1 more)")
-    assert "make the optimizer after overlapc.fully_shard" in text
+    assert text.startswith("this AdamW does not train 4 of its 4 parameters (0.weight, 0.bias, 1.weight and 1 more)")
+    assert "create the optimizer after overlapc.fully_shard" in text
 
 
 def test_an_optimizer_of_the_sharded_parameters_does_not(model: nn.Module) -> None:

@@ -287,7 +287,7 @@ def test_a_folder_of_somebody_else_is_refused(plain_user: Path, monkeypatch: pyt
     me = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: me)
     assert KernelCache(plain_user).read("k" * 40, ".so") is None
-    why = f"{plain_user} holds code that overlapc runs, but it belongs to .* and this process is .*; set OVERLAPC_CACHE"
+    why = f"{plain_user} holds code that overlapc runs, but it belongs to .* and this process runs as .*; set OVERLAPC"
     assert re.match(why, refusal(plain_user) or "")
 
 

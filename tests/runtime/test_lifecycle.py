@@ -95,7 +95,7 @@ def test_a_write_behind_the_end_names_the_buffer_and_the_node():
     life.ran("kernel", {"a": a.fill_(1)})
     assert life.peak_bytes == 12
     torch.as_strided(a, (4,), (1,)).fill_(1)
-    with pytest.raises(LifecycleError, match="g: a was written 0 bytes behind its end by kernel"):
+    with pytest.raises(LifecycleError, match="g: a was written 0 bytes past its end by kernel"):
         life.ran("kernel", {"a": a})
 
 
@@ -140,11 +140,11 @@ def test_parts_of_a_pool_do_not_overlap():
     life, pool = Lifecycle("g", []), torch.empty(64, dtype=torch.uint8)
     life.allocated("pool", pool, 64)
     life.carved("a", pool[:32])
-    with pytest.raises(LifecycleError, match="b is carved from where a still is"):
+    with pytest.raises(LifecycleError, match="b is placed in pool memory that a still uses"):
         life.carved("b", pool[31:40])
     life.carved("c", pool[32:])
     life.carved("heir", pool[:16])
-    with pytest.raises(LifecycleError, match="heir is carved from where a still is"):
+    with pytest.raises(LifecycleError, match="heir is placed in pool memory that a still uses"):
         life.runs("kernel", {}, [])
     life.freeing({"a": pool[:32]})
     life.freed(["a"])

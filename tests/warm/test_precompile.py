@@ -114,8 +114,8 @@ def test_a_trace_that_depends_on_an_object_of_the_model_is_not_kept(tmp_path: Pa
     options = {"profile": "cpu-gloo", "warm_start": True, "cache_dir": tmp_path}
     with torch._dynamo.config.patch(caching_precompile=True):
         torch.compile(model, backend="overlapc", fullgraph=True, options=options)(torch.ones(4))
-    assert [name for name in counters["overlapc"] if name.startswith("trace not kept")] == [
-        "trace not kept: it depends on which object L['self'].activation is"
+    assert [name for name in counters["overlapc"] if name.startswith("trace not stored")] == [
+        "trace not stored: it depends on which object L['self'].activation is"
     ]
     assert not PrecompileContext._backend_artifacts_by_key
 
@@ -123,5 +123,5 @@ def test_a_trace_that_depends_on_an_object_of_the_model_is_not_kept(tmp_path: Pa
 def test_a_step_that_is_gone_says_so(tmp_path: Path):
     config = Config.of({"cache_dir": tmp_path, "profile": "cpu-gloo"})  # options by variables included
     kept = CachedStepKey("0" * 40, environment_of(config, ("cpu",)), config, None, ("cpu",))
-    with pytest.raises(CachedStepMissing, match="no longer kept in"):
+    with pytest.raises(CachedStepMissing, match="no longer in the cache"):
         pickle.loads(pickle.dumps(StepArtifact(key="__compiled_fn_1", content=kept)))

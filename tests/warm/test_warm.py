@@ -199,7 +199,7 @@ def test_passes_of_somebody_else_cannot_be_kept_by_name_either():
     environment_key(Config.of({"passes": "bucket,sink_waits"}))
     register_pass("somebody_elses")(lambda schedule, ctx: (schedule, PassReport("somebody_elses")))
     for passes in ("bucket,somebody_elses", "tests.passes.test_base:renaming"):
-        with pytest.raises(NotCacheable, match="is no part of overlapc"):
+        with pytest.raises(NotCacheable, match="is not part of overlapc"):
             environment_key(Config.of({"passes": passes}))
 
 

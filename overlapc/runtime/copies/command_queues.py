@@ -37,7 +37,7 @@ def reached(value: int, wanted: int) -> bool:
 def lost(name: str, peer: str, until: Until, timeout_s: float) -> PeerLost:
     """Return the error for a peer that did not do what a collective waited for."""
     return PeerLost(
-        f"{name}: {peer} has not {until.what} within {timeout_s:g} s (collective {until.value} of its group by copies)"
+        f"{name}: {peer} has not {until.what} within {timeout_s:g} s (collective {until.value} by copies in this group)"
         f"\nhint: {peer} died, hangs, or runs other collectives than this rank: see its output; if it is only slow,"
         " give init_process_group a longer timeout"
     )
@@ -277,9 +277,9 @@ def unsupported(device: torch.device) -> str | None:
 
         machine = platform.machine().lower()
         ordered = machine in ("x86_64", "amd64")  # a flag becomes visible after the data stored before it
-        return None if ordered else f"copies on a CPU rely on the order of stores of x86-64, not of {machine}"
+        return None if ordered else f"copies between CPU ranks rely on x86-64's order of stores; this CPU is {machine}"
     if device.type != "cuda":
-        return f"no copies on {device.type}"
+        return f"copies are not supported on {device.type}"
     try:
         from torch.distributed import _symmetric_memory as found
     except ImportError:

@@ -260,6 +260,4 @@ def _begin(at: Places, turn: Turn) -> Iterator[Command]:
     for peer in at.peers:
         yield Post(at.done(peer, at.rank), turn.settled, release=True)
     for peer in at.peers:
-        yield Until(
-            at.done(at.rank, peer), turn.needed, peer, "let go of memory that is to be used again", release=True
-        )
+        yield Until(at.done(at.rank, peer), turn.needed, peer, "released memory that is to be reused", release=True)

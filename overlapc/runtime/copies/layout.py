@@ -200,7 +200,7 @@ def check(events: Sequence[Event], layout: Layout) -> str | None:
     starts = [event.tensors for event in events if isinstance(event, Start)]
     takes = sorted(event.tensor for event in events if isinstance(event, Take))
     if starts != [begin.tensors for begin in layout.begins] or takes != sorted(layout.released):
-        return "it is of other collectives"
+        return "the program has other collectives"
     begins = iter(layout.begins)
     for event in events:
         if isinstance(event, Release):

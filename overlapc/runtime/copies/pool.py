@@ -107,14 +107,14 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
     for each in wanted:
         busy = next((rank for rank in each.ranks if told[rank][each.name]["held"]), None)
         if busy is not None:
-            raise NoSharedMemory(f"rank {busy}: @{each.name}: a graph runs whose copies are in flight")
+            raise NoSharedMemory(f"rank {busy}: @{each.name}: a graph is running, and its copies are in flight")
         other = next(
             (rank for rank in each.ranks if told[rank][each.name]["layout"] != mine[each.name]["layout"]), None
         )
         if other is not None:
             raise CompileError(
-                f"@{each.name}: rank {other} lays out memory for copies in another way than this rank"
-                '\nhint: options={"transport": "nccl"} shares none; please report this'
+                f"@{each.name}: rank {other} lays out memory for copies differently from this rank"
+                '\nhint: options={"transport": "nccl"} needs no shared memory; please report this'
             )
     offers: dict[str, Offer] = {}
     memories: dict[str, tuple[Memory, str]] = {}
@@ -353,13 +353,13 @@ class GraphCopies:
         pool = self.pool
         if pool.failed:
             raise PeerLost(
-                f"@{pool.name}: a step failed on this rank with copies in flight, so that ranks may be out of step"
-                "\nhint: call torch._dynamo.reset() on all ranks, and the next step is compiled with new memory"
+                f"@{pool.name}: a step failed on this rank with copies in flight, so ranks may have started different"
+                " collectives\nhint: call torch._dynamo.reset() on all ranks; the next step is compiled with new memory"
             )
         if pool.held:
             raise OverlapcError(
-                f"@{pool.name}: two compiled graphs run at once whose collectives of one process group go by copies"
-                '\nhint: give one of them a process group of its own, or options={"transport": "nccl"}'
+                f"@{pool.name}: two compiled graphs run at once and communicate by copies over the same process group"
+                '\nhint: use a separate process group for one of them, or options={"transport": "nccl"}'
             )
         self._done = 0
         self._base, self._released = pool.number + 1, pool.released + 1

@@ -112,6 +112,6 @@ def offer(size_bytes: int, device: torch.device) -> Offer:
     except (OSError, RuntimeError) as error:
         where = f"in {FOLDER}" if device.type == "cpu" else f"on {device}"
         raise NoSharedMemory(
-            f"no {size_bytes} bytes {where} to share with other ranks: {error}"
-            '\nhint: options={"transport": "nccl"} needs none; smaller units of fully_shard need less'
+            f"cannot allocate {size_bytes} bytes {where} to share with other ranks: {error}"
+            '\nhint: options={"transport": "nccl"} needs no shared memory; smaller units of fully_shard need less'
         ) from error
