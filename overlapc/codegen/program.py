@@ -29,7 +29,7 @@ from overlapc.ir.ops import (
     views_in,
 )
 from overlapc.runtime import support
-from overlapc.runtime.collective_ops import EACH_BY_ITSELF
+from overlapc.runtime.collective_ops import WAITED_ONE_BY_ONE
 
 if TYPE_CHECKING:
     from overlapc.codegen.capturable import Rules
@@ -370,7 +370,7 @@ class Call(NodeInstruction):
             return "call", 1
         if self.by_copies:
             return "start", 0
-        each_by_itself = "reduce_scatter" in str(self.op.target) or self.op.target in EACH_BY_ITSELF
+        each_by_itself = "reduce_scatter" in str(self.op.target) or self.op.target in WAITED_ONE_BY_ONE
         return "start", len(self.results) if each_by_itself else 1
 
     def reads(self, program: Program) -> tuple[str, ...]:

@@ -258,7 +258,7 @@ def _take_shard(node: fx.Node, shard: fx.Node) -> None:
 
 
 def _described(node: fx.Node) -> Any:
-    return param_of(str(node.args[1])).way if node.target is unshard_local else None
+    return param_of(str(node.args[1])).signature if node.target is unshard_local else None
 
 
 def _label(node: fx.Node) -> Any:

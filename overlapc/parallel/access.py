@@ -246,9 +246,9 @@ def _property(name: str) -> property:
         param = self._parameters[name]
         if torch.compiler.is_dynamo_compiling():
             return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name))
-        kept = gathered.gathered_of(self, name)
-        if kept is not None or _in_forward() or in_backward():
-            return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name), kept)
+        full = gathered.gathered_of(self, name)
+        if full is not None or _in_forward() or in_backward():
+            return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name), full)
         return param
 
     return property(get)

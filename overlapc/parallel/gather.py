@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dis
 
 from overlapc.errors import ConfigError
 from overlapc.fx.labels import ParamLabel, annotate
-from overlapc.runtime.collective_ops import backend_of, gather_apart
+from overlapc.runtime.collective_ops import backend_of, gloo_all_gather
 
 _ops = torch.ops._c10d_functional
 
@@ -118,7 +118,7 @@ class ShardedParam:
         return self.length != self.chunk * self.group.axis.size
 
     @property
-    def way(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[Any, ...]:
         """How it is gathered and its gradient reduced, as plain values that are equal for equal parameters."""
         group = self.group
         fields = dataclasses.fields(self)
@@ -157,7 +157,7 @@ class _Described(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         sharded = _params[key]
-        return sharded.way, sharded.label
+        return sharded.signature, sharded.label
 
     def __iter__(self) -> Iterator[str]:
         return iter(_params)
@@ -220,12 +220,12 @@ class GatheredParam:
         shard = param.to_local().detach()
         self.after_backward = after_backward
         self.full = _gather(shard, _params[key])
-        self._of = (shard.data_ptr(), shard._version)
+        self._shard_version = (shard.data_ptr(), shard._version)
 
-    def is_of(self, param: DTensor) -> bool:
+    def is_current(self, param: DTensor) -> bool:
         """Whether this is `param` gathered, and its shard has not changed since, as far as torch knows."""
         shard = param.to_local()
-        return self._of == (shard.data_ptr(), shard._version)
+        return self._shard_version == (shard.data_ptr(), shard._version)
 
 
 class _Unshard(torch.autograd.Function):
@@ -237,7 +237,7 @@ class _Unshard(torch.autograd.Function):
         if gathered is not None:
             return gathered.full.detach()
         sharded = _params[key]
-        if _is_looked_at(shard) and sharded.dim == 0 and sharded.group.axis.size > 1:
+        if _is_shape_inference(shard) and sharded.dim == 0 and sharded.group.axis.size > 1:
             dtype = sharded.param_dtype or sharded.dtype
             return shard.new_empty((sharded.length, *shard.shape[1:]), dtype=dtype)
         with annotate(sharded.label):
@@ -257,7 +257,7 @@ class _Unshard(torch.autograd.Function):
             return _reduce(grad, sharded), None, None, None
 
 
-def _is_looked_at(tensor: Tensor) -> bool:
+def _is_shape_inference(tensor: Tensor) -> bool:
     """Whether only shapes and dtypes are computed from `tensor`, as Dynamo does; no nodes are traced then."""
     return type(tensor) is FakeTensor and all(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
@@ -308,9 +308,9 @@ def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     if param.param_dtype is not None:
         full = full.to(param.param_dtype)
     if axis.size > 1:
-        # Eager code over gloo needs `gather_apart`; while a graph is traced, every tensor is a subclass.
+        # Eager code over gloo needs `gloo_all_gather`; while a graph is traced, every tensor is a subclass.
         apart = type(full) is Tensor and backend_of(axis.group, full.device.type) == "gloo"
-        gather = gather_apart if apart else _ops.all_gather_into_tensor
+        gather = gloo_all_gather if apart else _ops.all_gather_into_tensor
         full = _ops.wait_tensor(gather(full.contiguous(), axis.size, axis.group))
     if param.dim:
         full = full.unflatten(0, (axis.size, -1)).movedim(0, param.dim).flatten(param.dim, param.dim + 1)

@@ -20,17 +20,17 @@ from overlapc.parallel.unreduced import managed
 
 def unshard(module: Any) -> None:
     """Gather the parameters of `module`'s groups and keep them, by one collective each: call it on all ranks."""
-    kept: dict[str, GatheredParam] = {}  # by parameter key, which tied parameters share
+    gathered: dict[str, GatheredParam] = {}  # by parameter key, which tied parameters share
     after_backward = _Resharding(module)
     for owner in modules_of(module, recurse=False):
         for name, sharded in managed(owner).items():
             param = owner._parameters[name]
             if not isinstance(param, DTensor):
                 continue
-            now = kept.get(sharded.key) or owner.__dict__["_overlapc_gathered"].get(name)
-            if now is None or not now.is_of(param):
+            now = gathered.get(sharded.key) or owner.__dict__["_overlapc_gathered"].get(name)
+            if now is None or not now.is_current(param):
                 now = GatheredParam(param, sharded.key, after_backward)
-            kept[sharded.key] = owner.__dict__["_overlapc_gathered"][name] = now
+            gathered[sharded.key] = owner.__dict__["_overlapc_gathered"][name] = now
 
 
 def reshard(module: Any) -> None:
@@ -47,13 +47,15 @@ def reshard_after_forward(module: Any) -> None:
 
 def gathered_of(owner: Any, name: str) -> GatheredParam | None:
     """Return the gathered parameter of `owner`, gathered again if its shard has changed; None without `unshard`."""
-    kept: GatheredParam | None = owner._overlapc_gathered.get(name)
-    if kept is None:
+    gathered: GatheredParam | None = owner._overlapc_gathered.get(name)
+    if gathered is None:
         return None
     param = owner._parameters[name]
-    if not kept.is_of(param):
-        kept = owner._overlapc_gathered[name] = GatheredParam(param, owner._overlapc_keys[name], kept.after_backward)
-    return kept
+    if not gathered.is_current(param):
+        gathered = owner._overlapc_gathered[name] = GatheredParam(
+            param, owner._overlapc_keys[name], gathered.after_backward
+        )
+    return gathered
 
 
 class _Resharding:

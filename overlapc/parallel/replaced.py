@@ -30,15 +30,15 @@ def replace_by(param: nn.Parameter, name: str, sharded: Any) -> None:
     param._overlapc_name = name  # type: ignore[attr-defined]
     if not _watching:
         _watching = True
-        register_optimizer_step_pre_hook(_look)
+        register_optimizer_step_pre_hook(_warn_once)
 
 
-def _is_gone(param: nn.Parameter) -> bool:
+def _is_replaced(param: nn.Parameter) -> bool:
     sharded = replaced_by(param)
     return sharded is not None and sharded[0] is not param
 
 
-def _look(optimizer: Optimizer, *_: Any) -> None:
+def _warn_once(optimizer: Optimizer, *_: Any) -> None:
     """Warn at an optimizer's first step about parameters that were replaced, except those that have gradients.
 
     The optimizer does train a parameter that has a gradient.
@@ -47,7 +47,7 @@ def _look(optimizer: Optimizer, *_: Any) -> None:
         return
     _seen.add(optimizer)
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    names = [param._overlapc_name for param in held if _is_gone(param) and param.grad is None]
+    names = [param._overlapc_name for param in held if _is_replaced(param) and param.grad is None]
     if names:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         warnings.warn(

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def not_waited_for(inputs: Sequence[Any]) -> tuple[int, ...]:
     """Return the positions of the inputs that are themselves results in flight."""
-    kind = _kind()
+    kind = _async_tensor_type()
     return () if kind is None else tuple(at for at, value in enumerate(inputs) if isinstance(value, kind))
 
 
 def tensors_of_tensors(inputs: Sequence[Any]) -> tuple[int, ...]:
     """Return the positions of the other inputs that hold tensors, as DTensors do, and may hold results in flight."""
-    kind = _kind()
+    kind = _async_tensor_type()
     if kind is None:
         return ()
     return tuple(
@@ -39,7 +39,7 @@ def tensors_of_tensors(inputs: Sequence[Any]) -> tuple[int, ...]:
     )
 
 
-def _kind() -> Any:
+def _async_tensor_type() -> Any:
     """Return the class AsyncCollectiveTensor; None in a process that has not imported functional collectives."""
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     return None if collectives is None else collectives.AsyncCollectiveTensor
@@ -94,7 +94,7 @@ def arrived(examples: Sequence[Any], within: Iterable[int]) -> Iterator[None]:
 
 def _arrived_context(value: Any, context: Any) -> Any:
     """Return Dynamo's tracing context of `value` with each collective inside it replaced by its result."""
-    kind = _kind()
+    kind = _async_tensor_type()
     inner = dict(context.inner_contexts)
     for name in value.__tensor_flatten__()[0]:
         part = getattr(value, name)
@@ -107,7 +107,7 @@ def _arrived_context(value: Any, context: Any) -> Any:
 
 def _collectives_in(value: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield (holder, attribute, collective) for each collective inside `value`, at any depth."""
-    kind = _kind()
+    kind = _async_tensor_type()
     for name in value.__tensor_flatten__()[0]:
         part = getattr(value, name)
         if isinstance(part, kind):

@@ -1,7 +1,7 @@
 """The disk cache of compiled kernels, compiled graphs and steps, and measured times.
 
 The key of an entry is the hash of everything that the entry is made from. Many ranks of one host may use the cache at
-once: an entry is built under a file lock, written to a temporary file and renamed. Each entry has a voucher, written
+once: an entry is built under a file lock, written to a temporary file and renamed. Each entry has a checksum, written
 last: a SHA-256 of its name and content. A torn or damaged file, or one under a wrong key, is rebuilt, never loaded.
 Nothing is unpickled.
 
@@ -32,7 +32,7 @@ from overlapc.runtime.counters import count
 # Compiling takes seconds; a lock held for this long means a stuck process, which is reported to the user.
 LOCK_TIMEOUT_S = 600.0
 
-_FORMAT = "2"  # version of the vouchers
+_FORMAT = "2"  # version of the checksums
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _warned: set[Path] = set()  # cache folders that this process does not use
 _ELSEWHERE = "set OVERLAPC_CACHE_DIR to another folder"
@@ -58,7 +58,7 @@ class KernelCache:
         self.folder = Path(root)
         self.root = self.folder / kind
         self._kind = kind
-        self._one = kind.removesuffix("s")
+        self._counter_prefix = kind.removesuffix("s")
         self._seen: set[Path] = set()  # files that this process has checked
         self._safe: set[Path] = set()  # folders that `refusal` allows
         self._spare: KernelCache | None = None  # the temporary folder, for entries that cannot be stored in `root`
@@ -77,7 +77,7 @@ class KernelCache:
         """
         found = self.find(key, suffix)
         if found is not None:
-            count(f"{self._one}_cache_hits")
+            count(f"{self._counter_prefix}_cache_hits")
             return found
         path = self.path(key, suffix)
         problem = self._refusal(path)
@@ -116,7 +116,7 @@ class KernelCache:
     def find(self, key: str, suffix: str) -> Path | None:
         """Return the entry's file; None if it is missing or not intact."""
         path = self.path(key, suffix)
-        if self._whole(path):
+        if self._is_intact(path):
             return path
         return None if self._spare is None else self._spare.find(key, suffix)
 
@@ -134,16 +134,16 @@ class KernelCache:
         path = self.path(key, suffix)
         self._seen.discard(path)
         try:
-            _voucher(path).unlink(missing_ok=True)
+            _checksum_path(path).unlink(missing_ok=True)
         except OSError:  # read-only folder: every reader will find for itself that the entry is of no use
             return
 
     def _obtain(self, path: Path, build: Callable[[Path], None]) -> None:
         with self._lock(path):
-            if not self._whole(path):  # no other process built it while this one waited for the lock
+            if not self._is_intact(path):  # no other process built it while this one waited for the lock
                 self._build(path, build)
             else:
-                count(f"{self._one}_cache_hits")
+                count(f"{self._counter_prefix}_cache_hits")
 
     @contextmanager
     def _lock(self, path: Path) -> Iterator[None]:
@@ -172,20 +172,20 @@ class KernelCache:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-", ignore_cleanup_errors=True) as folder:
             temporary = Path(folder) / f"new{path.suffix}"
             build(temporary)
-            vouch = Path(folder) / "sha256"
-            vouch.write_text(self._vouch(path, temporary.read_bytes()))
-            for made in (temporary, vouch):
+            checksum_file = Path(folder) / "sha256"
+            checksum_file.write_text(self._checksum(path, temporary.read_bytes()))
+            for made in (temporary, checksum_file):
                 made.chmod(stat.S_IMODE(made.stat().st_mode) & ~_OTHERS_WRITE)  # whatever the umask is
-            # Remove the old voucher first: a crash between the two renames must not leave it beside the new file.
-            for old in (_voucher(path), path):
+            # Remove the old checksum first: a crash between the two renames must not leave it beside the new file.
+            for old in (_checksum_path(path), path):
                 _clear(old)
-            _voucher(path).unlink(missing_ok=True)
+            _checksum_path(path).unlink(missing_ok=True)
             os.replace(temporary, path)
-            os.replace(vouch, _voucher(path))
-        count(f"{self._one}_compiles")
+            os.replace(checksum_file, _checksum_path(path))
+        count(f"{self._counter_prefix}_compiles")
         self._seen.add(path)
 
-    def _whole(self, path: Path) -> bool:
+    def _is_intact(self, path: Path) -> bool:
         if path in self._seen and path.exists():  # users delete caches under running jobs
             return True
         whole = self._content(path) is not None
@@ -197,10 +197,10 @@ class KernelCache:
         """Return the file's content if its `.sha256` matches and only this user could have written both; else None."""
         if self._refusal(path) is not None:
             return None
-        content, voucher = _read_own(path), _read_own(_voucher(path))
-        return content if content is not None and voucher == self._vouch(path, content).encode() else None
+        content, checksum = _read_own(path), _read_own(_checksum_path(path))
+        return content if content is not None and checksum == self._checksum(path, content).encode() else None
 
-    def _vouch(self, path: Path, content: bytes) -> str:
+    def _checksum(self, path: Path, content: bytes) -> str:
         """Return the hash of `content` as the entry `path`; the same content has another hash in another entry."""
         return hashlib.sha256(f"{_FORMAT} {self._kind}/{path.name}\n".encode() + content).hexdigest()
 
@@ -360,5 +360,5 @@ def _write(path: Path, content: str | bytes) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _voucher(path: Path) -> Path:
+def _checksum_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")

@@ -44,7 +44,7 @@ def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_
     ]
 
 
-def gather_apart(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
+def gloo_all_gather(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
     """`all_gather_into_tensor` over gloo, as an operation whose name is short enough for its threads."""
     part = tensor if tensor.dim() else tensor.view(1)
     whole = part.new_empty((group_size * part.shape[0], *part.shape[1:]))
@@ -52,25 +52,25 @@ def gather_apart(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
     return gathered
 
 
-def gathers_apart(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+def gloo_all_gathers(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
     """`all_gather_into_tensor_coalesced` over gloo, for any dtypes: gathers each tensor by itself."""
-    return [gather_apart(tensor, group_size, group_name) for tensor in inputs]
+    return [gloo_all_gather(tensor, group_size, group_name) for tensor in inputs]
 
 
-def all_reduces_apart(inputs: Sequence[Tensor], reduce_op: str, group_name: str) -> list[Tensor]:
+def gloo_all_reduces(inputs: Sequence[Tensor], reduce_op: str, group_name: str) -> list[Tensor]:
     """`all_reduce_coalesced` over gloo on GPU tensors, which torch refuses: reduces each tensor by itself."""
     return [_c10d.all_reduce(tensor, reduce_op, group_name) for tensor in inputs]
 
 
 SAFE_OVER_GLOO: Mapping[Any, Callable[..., Any]] = {
-    _c10d.all_gather_into_tensor.default: gather_apart,
-    _c10d.all_gather_into_tensor_coalesced.default: gathers_apart,
-    all_gather_bytes_coalesced: gathers_apart,
+    _c10d.all_gather_into_tensor.default: gloo_all_gather,
+    _c10d.all_gather_into_tensor_coalesced.default: gloo_all_gathers,
+    all_gather_bytes_coalesced: gloo_all_gathers,
 }
 """Maps an op that starts a collective to its replacement in programs over gloo."""
 
-SAFE_OVER_GLOO_ON_GPUS = {**SAFE_OVER_GLOO, _c10d.all_reduce_coalesced.default: all_reduces_apart}
+SAFE_OVER_GLOO_ON_GPUS = {**SAFE_OVER_GLOO, _c10d.all_reduce_coalesced.default: gloo_all_reduces}
 """The same for tensors of a GPU."""
 
-EACH_BY_ITSELF = (gathers_apart, all_reduces_apart)
+WAITED_ONE_BY_ONE = (gloo_all_gathers, gloo_all_reduces)
 """The functions whose results are waited for one by one."""

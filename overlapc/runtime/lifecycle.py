@@ -27,7 +27,7 @@ from overlapc.errors import OverlapcError
 _GUARD_BYTES = 64  # after each buffer; a multiple of every element's size
 _GUARD = 0xC5
 _POISON = 0xFF  # NaN in every floating-point dtype, -1 in the integers
-_LET_GO_S = 30.0  # a transport may hold a tensor for this long after its wait; longer is an error
+_RELEASE_TIMEOUT_S = 30.0  # a transport may hold a tensor for this long after its wait; longer is an error
 
 
 class LifecycleError(OverlapcError):
@@ -42,7 +42,7 @@ class _Live:
     place: tuple[int, int]  # addresses of the first byte and past the last
     ours: bool = False  # memory that must not be held outside of the graph
     carved: bool = False  # a part of a pool; other names have other parts
-    heir: str = ""  # the name that takes over this part of a pool
+    successor: str = ""  # the name that takes over this part of a pool
 
 
 @dataclass
@@ -101,9 +101,9 @@ class Lifecycle:
         place = _place(tensor)
         for other, entry in self._live.items():
             if entry.carved and _overlap(entry.place, place):
-                if entry.heir or entry.place[0] != place[0]:
+                if entry.successor or entry.place[0] != place[0]:
                     raise self._error(name, f"is placed in pool memory that {other} still uses")
-                entry.heir = name
+                entry.successor = name
         self._not_in_flight(name, place, "is placed in pool memory")
         entry = self._add(name, tensor)
         entry.ours = entry.carved = True
@@ -148,8 +148,8 @@ class Lifecycle:
         places = {name: _place(value) for name, value in touched.items() if _has_memory(value)}
         written = set(written)
         for name, entry in self._live.items():
-            if entry.heir:
-                raise self._error(entry.heir, f"is placed in pool memory that {name} still uses")
+            if entry.successor:
+                raise self._error(entry.successor, f"is placed in pool memory that {name} still uses")
         for flight in self._flights:
             for name, place in places.items():
                 if any(_overlap(place, other) for other in flight.writes.values()):
@@ -204,7 +204,7 @@ class Lifecycle:
             if entry.key not in self._given:
                 self._not_in_flight(name, entry.place, "is freed")
             self._check_guard(name, tensor, "")
-            if entry.ours and entry.key not in self._given and not entry.heir:
+            if entry.ours and entry.key not in self._given and not entry.successor:
                 _bytes_of(tensor, entry.carved).fill_(_POISON)
 
     def freed(self, names: Iterable[str]) -> None:
@@ -221,7 +221,7 @@ class Lifecycle:
             self._bytes -= entry.bytes
             if entry.key in self._given:
                 continue
-            if not self._is_gone(entry):
+            if not self._is_freed(entry):
                 raise self._error(name, "was freed by the plan, but something still holds its memory")
             self._guarded.pop(entry.key, None)  # another storage may get this key
             self._carried.discard(entry.key)
@@ -239,13 +239,13 @@ class Lifecycle:
                 self._check_guard(name, value, "")
         last_peak_bytes[self.graph] = self.peak_bytes
 
-    def _is_gone(self, entry: _Live) -> bool:
+    def _is_freed(self, entry: _Live) -> bool:
         """Whether a storage has no owner left.
 
         gloo's worker ends the wait for a collective before it releases the collective's tensors, so it may be their
         last owner for a moment.
         """
-        ends = time.monotonic() + (_LET_GO_S if entry.key in self._carried else 0)
+        ends = time.monotonic() + (_RELEASE_TIMEOUT_S if entry.key in self._carried else 0)
         while not entry.storage.expired():
             if time.monotonic() > ends:
                 return False

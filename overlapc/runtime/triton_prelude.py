@@ -304,7 +304,7 @@ def load_by_lane_where(pointer, mask, DOUBLINGS: tl.constexpr):
 
 
 @triton.jit
-def taken_apart(v, AXIS: tl.constexpr):
+def deinterleave(v, AXIS: tl.constexpr):
     """Return a tile's even and its odd elements along an axis."""
     if len(v.shape) == 1:
         return tl.split(tl.reshape(v, [v.shape[0] // 2, 2]))
@@ -315,7 +315,7 @@ def taken_apart(v, AXIS: tl.constexpr):
 
 
 @triton.jit
-def taking_turns(even, odd, AXIS: tl.constexpr):
+def interleave(even, odd, AXIS: tl.constexpr):
     """Return the tile with these even and odd elements along an axis."""
     both = tl.join(even, odd)
     if len(even.shape) == 1:
@@ -441,9 +441,9 @@ def to_fp8e5(x):
     # Adding a power of two that is 2^21 times larger makes the adder round to the target's last bit. Subnormal numbers
     # share the last bit of the smallest normal number.
     power = tl.maximum(magnitude & 0x7F800000, 113 << 23)
-    beside = power + (21 << 23)
-    total = magnitude.to(tl.float32, bitcast=True) + beside.to(tl.float32, bitcast=True)
-    number = total.to(tl.uint32, bitcast=True) - beside + (power >> 21) - (113 << 2)
+    shifted = power + (21 << 23)
+    total = magnitude.to(tl.float32, bitcast=True) + shifted.to(tl.float32, bitcast=True)
+    number = total.to(tl.uint32, bitcast=True) - shifted + (power >> 21) - (113 << 2)
     number = tl.where(magnitude >= 0x47700000, 0x7C, number)  # from 61440 on
     number = tl.where(magnitude > 0x7F800000, 0x7F, number)
     return (number | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e5, bitcast=True)

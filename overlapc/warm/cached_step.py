@@ -42,9 +42,9 @@ def find(key: str, cache_dir: Path) -> tuple[StepPlan, list[CompiledGraph]] | No
     except UNREADABLE:
         _cache(cache_dir).drop(key, _SUFFIX)
         return None
-    found = [cached_graph.find(each, cache_dir) for each in keys]
-    kept = [graph for graph in found if graph is not None]
-    return (plan, kept) if len(kept) == len(found) else None
+    graphs = [cached_graph.find(each, cache_dir) for each in keys]
+    present = [graph for graph in graphs if graph is not None]
+    return (plan, present) if len(present) == len(graphs) else None
 
 
 def step_callable(plan: StepPlan, graphs: Sequence[Callable[[], Call]]) -> Callable[..., Any]:

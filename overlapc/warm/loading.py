@@ -90,20 +90,20 @@ def load_step(
 
     `agree` is called in any case, because all ranks must call it; it gets no graphs if there is no step.
     """
-    kept = None if key is None else cached_step.find(key, config.cache_dir)
-    graphs = () if kept is None else kept[1]
+    cached = None if key is None else cached_step.find(key, config.cache_dir)
+    graphs = () if cached is None else cached[1]
     if agree is not None:
         copies = agree(graphs)
     else:
         copies = None if any(graph.copies for graph in graphs) else [{} for _ in graphs]  # all ranks open pools
-    if kept is None or copies is None:
+    if cached is None or copies is None:
         return None
     number = next_number() if number is None else number
     made = [
         partial(_from_cache, graph, of_graph, config=config, number=number)
         for graph, of_graph in zip(graphs, copies, strict=True)
     ]
-    return cached_step.step_callable(kept[0], made)
+    return cached_step.step_callable(cached[0], made)
 
 
 def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:

@@ -84,7 +84,7 @@ class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
         return copied
 
 
-def record(gm: GraphModule, kept: CachedStepKey) -> None:
+def record(gm: GraphModule, stored: CachedStepKey) -> None:
     """Tell torch how to find the step compiled from `gm`, the graph that Dynamo captured; called within the backend.
 
     Does nothing if a later process could not check whether the trace is valid; torch then stores nothing of it.
@@ -99,27 +99,27 @@ def record(gm: GraphModule, kept: CachedStepKey) -> None:
     except Unguarded as reason:
         count(f"trace not stored: {reason}")
         return
-    artifact = StepArtifact(key=name, content=replace(kept, module=module))
+    artifact = StepArtifact(key=name, content=replace(stored, module=module))
     artifact.guards = guards
     PrecompileContext.record_artifact(artifact)
 
 
-def _unpickled(key: str, kept: CachedStepKey) -> StepArtifact:
-    if environment_of(kept.config, kept.devices) != kept.environment:
+def _unpickled(key: str, stored: CachedStepKey) -> StepArtifact:
+    if environment_of(stored.config, stored.devices) != stored.environment:
         raise CachedStepMissing("the step was compiled by another version, or for another machine or state of torch")
-    for each in kept.names:
-        each.expect(kept.module)
-    if find(kept.key, kept.config.cache_dir) is None:
-        raise _missing(kept)
-    return StepArtifact(key, kept)
+    for each in stored.names:
+        each.expect(stored.module)
+    if find(stored.key, stored.config.cache_dir) is None:
+        raise _missing(stored)
+    return StepArtifact(key, stored)
 
 
 def _refused(reason: str) -> StepArtifact:
     raise Unguarded(f"this trace was not stored: {reason}")
 
 
-def _missing(kept: CachedStepKey) -> CachedStepMissing:
-    return CachedStepMissing(f"the step is no longer in the cache, {kept.config.cache_dir}")
+def _missing(stored: CachedStepKey) -> CachedStepMissing:
+    return CachedStepMissing(f"the step is no longer in the cache, {stored.config.cache_dir}")
 
 
 # --- names that Dynamo generates

@@ -144,7 +144,7 @@ class StepWatch:
         if plan is None:
             return
         call, call_back = forward.call, (backward or forward).call
-        kept = plan if self._plain else None
+        cacheable = plan if self._plain else None
         if not self._plain:
             gradients = [
                 each.at if each.make is None else Remade(each.at, each.mesh_at, each.make)
@@ -153,13 +153,19 @@ class StepWatch:
             call, call_back = taking_dtensors(call, metadata.inputs), giving_dtensors(call_back, gradients)
             if all(each.as_input or not (backward or forward).returned[each.at] for each in metadata.gradients):
                 border = tuple((each.at, each.mesh_at, each.make is not None) for each in metadata.gradients)
-                kept = replace(plan, borders=Borders(metadata.inputs, border))
+                cacheable = replace(plan, borders=Borders(metadata.inputs, border))
         self._ready = step_function(plan, call, call_back, mark_dynamic)
         keys = [each for each in self._keys if each is not None]
         guarded = self._overlaps and plan.changed
-        if self._key is None or kept is None or len(keys) < len(self._keys) or guarded or not plan.of_static_sizes():
+        if (
+            self._key is None
+            or cacheable is None
+            or len(keys) < len(self._keys)
+            or guarded
+            or not plan.of_static_sizes()
+        ):
             return
-        store(self._key, kept, keys, self._cache_dir)
+        store(self._key, cacheable, keys, self._cache_dir)
 
 
 def _plan(metadata: StepMetadata, forward: _Graph, backward: _Graph | None, autocast: bool) -> StepPlan | None:
@@ -178,8 +184,8 @@ def _plan(metadata: StepMetadata, forward: _Graph, backward: _Graph | None, auto
         return plan
     differentiable = [at for at in range(plan.outputs) if at not in plan.constant]
     saved = len(forward.returned) - plan.outputs - metadata.objects - metadata.sizes
-    behind = backward.taken[metadata.sizes :]
-    tensors = behind[:saved] + behind[saved + metadata.objects :]
+    after_sizes = backward.taken[metadata.sizes :]
+    tensors = after_sizes[:saved] + after_sizes[saved + metadata.objects :]
     results = sum(1 if each.mesh_at is None else 2 for each in metadata.gradients)
     if (
         len(tensors) != saved + len(differentiable)

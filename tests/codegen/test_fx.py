@@ -23,7 +23,7 @@ from overlapc.fusion.to_schedule import to_schedule
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import find_collectives
 from overlapc.lowering import Communication, lower
-from overlapc.runtime.collective_ops import gather_apart
+from overlapc.runtime.collective_ops import gloo_all_gather
 from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.against_eager import compiled, same
 from tests.worlds import fake_world
@@ -169,7 +169,7 @@ def test_collectives_are_nodes_in_their_order():
 
         module = wrapped(function, torch.randn(8, 4), torch.randn(3, 3)).module
     called = targets(module)
-    assert called.index(gather_apart) < called.index(c10d.wait_tensor.default)
+    assert called.index(gloo_all_gather) < called.index(c10d.wait_tensor.default)
     assert str(called[-1]) == "overlapc.run_kernel.default"
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlapc.parallel import fully_shard
-from overlapc.runtime.collective_ops import all_reduces_apart, gather_apart, gathers_apart
+from overlapc.runtime.collective_ops import gloo_all_gather, gloo_all_gathers, gloo_all_reduces
 from overlapc.runtime.toolchain import find_compiler
 from tests.ranks import values_on_ranks
 
@@ -38,16 +38,16 @@ def _gathers() -> None:
         ]
         for part in ours
     ]
-    found = gathers_apart(tensors[rank], 2, group)
+    found = gloo_all_gathers(tensors[rank], 2, group)
     for at, each in enumerate(found):
         parts = [tensors[of][at] for of in range(2)]
         torch.testing.assert_close(
             _c10d.wait_tensor(each), torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts])
         )
-    sums = all_reduces_apart([tensors[rank][0], tensors[rank][3]], "sum", group)
+    sums = gloo_all_reduces([tensors[rank][0], tensors[rank][3]], "sum", group)
     for at, total in zip((0, 3), sums, strict=True):
         torch.testing.assert_close(_c10d.wait_tensor(total), tensors[0][at] + tensors[1][at])
-    one = gather_apart(tensors[rank][0], 2, group)
+    one = gloo_all_gather(tensors[rank][0], 2, group)
     torch.testing.assert_close(_c10d.wait_tensor(one), torch.cat([tensors[0][0], tensors[1][0]]))
 
 

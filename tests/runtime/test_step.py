@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from overlapc.backend import overlapc as overlapc_backend
 from overlapc.errors import OverlapcError
 from overlapc.runtime import support
-from overlapc.runtime.collective_ops import gather_apart
+from overlapc.runtime.collective_ops import gloo_all_gather
 from overlapc.runtime.counters import counted
 from overlapc.runtime.step import StepPlan, Tangent, step_function
 from overlapc.warm.watch import of_plain_tensors
@@ -377,7 +377,7 @@ def _taking_over_what_arrived() -> list[bool]:
     """Whether each gathered tensor's memory was taken over; what is then written there stays."""
     group, taken = dist.group.WORLD.group_name, []
     for number in range(200):
-        arrived = gather_apart(torch.full((1000,), float(number)), 2, group)
+        arrived = gloo_all_gather(torch.full((1000,), float(number)), 2, group)
         torch.ops._c10d_functional.wait_tensor(arrived)
         assert (arrived == number).all()
         address = arrived.data_ptr()

@@ -138,7 +138,7 @@ def test_a_damaged_entry_is_compiled_again(block, tmp_path: Path, kind: str, dam
         entry.unlink()
     else:  # whole by its checksum, but not what we write
         entry.write_text("{}")
-        entry.with_name(f"{entry.name}.sha256").write_text(KernelCache(tmp_path, kind)._vouch(entry, b"{}"))
+        entry.with_name(f"{entry.name}.sha256").write_text(KernelCache(tmp_path, kind)._checksum(entry, b"{}"))
     again, counts = step(model, tmp_path, x)
     assert counts["steps_from_cache"] == 0
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -257,7 +257,7 @@ class ValueWriter(AxisWriter):
             names[load] = self.fresh()
             self.value_axes[load] = axes
         results = f"{names[pair.even]}, {names[pair.odd]}"
-        emit(f"{results} = ops.taken_apart({both}, {self.kernel.tile_axes.index(pair.axis)})")
+        emit(f"{results} = ops.deinterleave({both}, {self.kernel.tile_axes.index(pair.axis)})")
         for load in (pair.even, pair.odd):
             text = self.as_computed(load, names[load])
             if text != names[load]:
@@ -270,7 +270,7 @@ class ValueWriter(AxisWriter):
             text = self.stored(store, names)
             full = self.value_axes[store.value] == set(axes)
             values.append(text if full else f"tl.broadcast_to({text}, {self.kernel.shape(axes)})")
-        both = f"ops.taking_turns({', '.join(values)}, {self.kernel.tile_axes.index(pair.axis)})"
+        both = f"ops.interleave({', '.join(values)}, {self.kernel.tile_axes.index(pair.axis)})"
         emit(f"tl.store({self.pair_pointer(pair)}, {both}{self.mask_argument(axes, pairs_along=pair.axis)})")
 
     def pair_pointer(self, pair: Pair[Load] | Pair[Store]) -> str:

@@ -26,7 +26,7 @@ from overlapc.runtime.copies.commands import Command, Copy, Post, Run, Until, in
 
 NameOf = Callable[[int], str]  # rank within the group -> its name in messages
 _POLLS = 200  # of a flag before a thread begins to sleep between polls
-_NAP_S = 50e-6
+_SLEEP_S = 50e-6
 
 
 def reached(value: int, wanted: int) -> bool:
@@ -92,9 +92,9 @@ class ThreadQueue:
         elif isinstance(command, Post):
             ctypes.c_uint32.from_address(command.flag).value = command.value & 0xFFFFFFFF
         else:
-            self._stand_until(command)
+            self._wait_for_flag(command)
 
-    def _stand_until(self, until: Until) -> None:
+    def _wait_for_flag(self, until: Until) -> None:
         flag = ctypes.c_uint32.from_address(until.flag)
         polls, deadline_s = 0, 0.0
         while not reached(flag.value, until.value):
@@ -104,7 +104,7 @@ class ThreadQueue:
             elif polls > _POLLS:
                 if time.monotonic() > deadline_s:
                     raise lost(self._name, self._name_of(until.peer), until, self._timeout_s)
-                time.sleep(_NAP_S)
+                time.sleep(_SLEEP_S)
 
 
 class StreamQueue:
@@ -116,7 +116,7 @@ class StreamQueue:
     def __init__(self, name: str, name_of: NameOf, timeout_s: float, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._beside = torch.cuda.Stream(device, priority=-1)
+        self._local_copies = torch.cuda.Stream(device, priority=-1)
         self._driver = _Driver()
         self._watch = _Watch(name, name_of, timeout_s, self._driver, device)
 
@@ -134,9 +134,9 @@ class StreamQueue:
                     driver.flags(at, flags)
                     flags = []
                 if command.own and not forked:
-                    self._beside.wait_stream(self._stream)
+                    self._local_copies.wait_stream(self._stream)
                     forked = True
-                driver.copy(self._beside.cuda_stream if command.own else at, command)
+                driver.copy(self._local_copies.cuda_stream if command.own else at, command)
             else:
                 flag = in_run(command, run)
                 flags.append(flag)
@@ -145,7 +145,7 @@ class StreamQueue:
         if flags:
             driver.flags(at, flags)
         if forked:
-            self._stream.wait_stream(self._beside)
+            self._stream.wait_stream(self._local_copies)
         event = torch.cuda.Event()
         event.record(self._stream)
         self._watch.add(event, untils)
@@ -228,14 +228,14 @@ class _Watch:
     def __init__(self, name: str, name_of: NameOf, timeout_s: float, driver: _Driver, device: torch.device) -> None:
         self._name, self._name_of, self._timeout_s = name, name_of, timeout_s
         self._driver, self._device = driver, device
-        self._flying: deque[tuple[torch.cuda.Event, list[Until]]] = deque()
+        self._in_flight: deque[tuple[torch.cuda.Event, list[Until]]] = deque()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name=f"watch over copies of {name}", daemon=True).start()
 
     def add(self, event: torch.cuda.Event, untils: list[Until]) -> None:
-        while self._flying and self._flying[0][0].query():
-            self._flying.popleft()
-        self._flying.append((event, untils))
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
+        self._in_flight.append((event, untils))
 
     def close(self) -> None:
         self._closed.set()
@@ -246,7 +246,7 @@ class _Watch:
         oldest: torch.cuda.Event | None = None
         since_s = time.monotonic()
         while not self._closed.wait(self._EVERY_S):
-            flying = next(iter(tuple(self._flying)), None)
+            flying = next(iter(tuple(self._in_flight)), None)
             if flying is None or flying[0].query() or flying[0] is not oldest:
                 oldest = None if flying is None else flying[0]
                 since_s = time.monotonic()

@@ -156,7 +156,7 @@ class _Tensor:
         size, address = self.piece_bytes, self.given.address
         return _Pieces(address + rank * size, self.ranks * size) if self.shares else _Pieces(address, size)
 
-    def brought(self, address: int, place: int) -> _Pieces:
+    def received(self, address: int, place: int) -> _Pieces:
         """Return the `place`-th part of a result at `address`: one piece in each block, or contiguous if `shares`."""
         size = self.piece_bytes
         if self.shares:
@@ -179,7 +179,7 @@ def gather(at: Places, turn: Turn, shards: Sequence[Given]) -> Iterator[Command]
     tensors = _tensors(at, turn, shards, shares=False)
     yield from _begin(at, turn)
     for tensor in tensors:
-        own = tensor.brought(at.bases[at.rank] + tensor.slot, at.rank)
+        own = tensor.received(at.bases[at.rank] + tensor.slot, at.rank)
         if tensor.given.address != own.address:
             yield from tensor.copies(own, tensor.for_rank(at.rank), own=True)
     yield from _pushed(at, turn, tensors, lambda peer: at.rank)
@@ -190,7 +190,7 @@ def exchange(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command
     tensors = _tensors(at, turn, given, shares=True)
     yield from _begin(at, turn)
     for tensor in tensors:
-        own = tensor.brought(at.bases[at.rank] + tensor.slot, at.rank)
+        own = tensor.received(at.bases[at.rank] + tensor.slot, at.rank)
         yield from tensor.copies(own, tensor.for_rank(at.rank), own=True)
     yield from _pushed(at, turn, tensors, lambda peer: at.rank)
 
@@ -214,7 +214,7 @@ def _pushed(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[
 def _sent(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[int], int]) -> Iterator[Command]:
     for peer in at.peers:
         for tensor in tensors:
-            there = tensor.brought(at.bases[peer] + tensor.slot, place(peer))
+            there = tensor.received(at.bases[peer] + tensor.slot, place(peer))
             yield from tensor.copies(there, tensor.for_rank(peer))
         yield Post(at.sent(peer, at.rank), turn.number)
 
@@ -224,13 +224,13 @@ def exchange_taken_out(at: Places, turn: Turn, given: Sequence[Given], results: 
     tensors = _tensors(at, turn, given, shares=True)
     yield from _begin(at, turn)
     for tensor, result in zip(tensors, results, strict=True):
-        yield from tensor.copies(tensor.brought(result, at.rank), tensor.for_rank(at.rank), own=True)
+        yield from tensor.copies(tensor.received(result, at.rank), tensor.for_rank(at.rank), own=True)
     yield from _sent(at, turn, tensors, lambda peer: at.rank)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
         for tensor, result in zip(tensors, results, strict=True):
-            arrived = tensor.brought(at.bases[at.rank] + tensor.slot, peer)
-            yield from tensor.copies(tensor.brought(result, peer), arrived)
+            arrived = tensor.received(at.bases[at.rank] + tensor.slot, peer)
+            yield from tensor.copies(tensor.received(result, peer), arrived)
 
 
 def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
@@ -241,7 +241,7 @@ def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequ
     tensors = _tensors(at, turn, shards, shares=False)
     yield from _begin(at, turn)
     for tensor, result in zip(tensors, results, strict=True):
-        yield from tensor.copies(tensor.brought(result, at.rank), tensor.for_rank(at.rank), own=True)
+        yield from tensor.copies(tensor.received(result, at.rank), tensor.for_rank(at.rank), own=True)
     for tensor in tensors:
         yield Copy(at.bases[at.rank] + tensor.slot, tensor.given.address, tensor.given.bytes)
     for peer in at.peers:
@@ -250,7 +250,7 @@ def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequ
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its shard")
         for tensor, result in zip(tensors, results, strict=True):
             shard = _Pieces(at.bases[peer] + tensor.slot, tensor.piece_bytes)
-            yield from tensor.copies(tensor.brought(result, peer), shard)
+            yield from tensor.copies(tensor.received(result, peer), shard)
         yield Post(at.fetched(peer, at.rank), turn.number)
     for peer in at.peers:
         yield Until(at.fetched(at.rank, peer), turn.number, peer, "fetched this rank's shard")

@@ -103,13 +103,13 @@ def _packed(events: Sequence[Event]) -> dict[int, Slot]:
     largest first; for each next placement the tensor that ended highest moves before all that are held with it.
     """
     sizes: dict[int, int] = {}
-    beside: dict[int, set[int]] = {}  # tensor -> the tensors that are held at the same time
+    concurrent: dict[int, set[int]] = {}  # tensor -> the tensors that are held at the same time
     held: set[int] = set()
     for event in events:
         if isinstance(event, Take):
-            sizes[event.tensor], beside[event.tensor] = aligned(event.bytes), set(held)
+            sizes[event.tensor], concurrent[event.tensor] = aligned(event.bytes), set(held)
             for other in held:
-                beside[other].add(event.tensor)
+                concurrent[other].add(event.tensor)
             held.add(event.tensor)
         elif isinstance(event, Release):
             held.discard(event.tensor)
@@ -120,7 +120,7 @@ def _packed(events: Sequence[Event]) -> dict[int, Slot]:
             slots: dict[int, Slot] = {}
             for tensor in order:
                 lower = sorted(
-                    (slots[at].offset, slots[at].offset + slots[at].bytes) for at in beside[tensor] if at in slots
+                    (slots[at].offset, slots[at].offset + slots[at].bytes) for at in concurrent[tensor] if at in slots
                 )
                 slots[tensor] = Slot(_first_gap(lower, sizes[tensor]), sizes[tensor])
             highest = max(order, key=lambda tensor: slots[tensor].offset + slots[tensor].bytes)
@@ -128,7 +128,7 @@ def _packed(events: Sequence[Event]) -> dict[int, Slot]:
             if end < least:
                 best, least = slots, end
             order.remove(highest)
-            order.insert(next((at for at, other in enumerate(order) if other in beside[highest]), 0), highest)
+            order.insert(next((at for at, other in enumerate(order) if other in concurrent[highest]), 0), highest)
     return best
 
 
@@ -143,10 +143,10 @@ def common(programs: Sequence[Sequence[Event]]) -> Layout:
         layout = place(events)
         if all(check(other, layout) is None for other in different):
             return layout
-    return _apart(programs[0])
+    return _without_reuse(programs[0])
 
 
-def _apart(events: Sequence[Event]) -> Layout:
+def _without_reuse(events: Sequence[Event]) -> Layout:
     sizes = {event.tensor: aligned(event.bytes) for event in events if isinstance(event, Take)}
     slots: list[Slot] = []
     end = HEAD_BYTES

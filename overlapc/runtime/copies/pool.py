@@ -129,7 +129,7 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
             failure = str(error)
         # From here on nothing is in flight on any rank, and all ranks have their new memory, or all raise.
         texts = {name: [made.text, secrets.token_hex(8)] for name, made in offers.items()}
-        given = dict(zip(all_ranks, _told_well("memory for copies", failure, texts, all_ranks, tell), strict=True))
+        given = dict(zip(all_ranks, _exchanged("memory for copies", failure, texts, all_ranks, tell), strict=True))
         try:
             for name, made in offers.items():
                 pool = found[name]
@@ -138,7 +138,7 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
                 memories[name] = memory, str(of_group)
         except (OSError, RuntimeError) as error:
             failure = f"the memory of other ranks cannot be reached: {error}"
-        _told_well("copies can start", failure, {}, all_ranks, tell)  # all have mapped all memory: names can go
+        _exchanged("copies can start", failure, {}, all_ranks, tell)  # all have mapped all memory: names can go
     finally:
         for made in offers.values():
             made.withdraw()
@@ -147,7 +147,7 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
     return found
 
 
-def _told_well(stage: str, failure: str, what: Any, ranks: Sequence[int], tell: Tell) -> list[Any]:
+def _exchanged(stage: str, failure: str, what: Any, ranks: Sequence[int], tell: Tell) -> list[Any]:
     """Exchange `what` with all ranks and return theirs, in order; raise NoSharedMemory if one reports a failure.
 
     failure: this rank's own; "" for none.
@@ -249,8 +249,8 @@ class GraphCopies:
         self.blocks = (1,) * len(self.forms) if blocks is None else tuple(blocks)
         self._base = 0  # the number of the first collective in the current run
         self._released = 0  # the number of the first release in the current run
-        self._ahead: set[int] = set()  # collectives that have not started, but have a shard in the pool
-        self._flying: dict[int, tuple[Any, Sequence[Tensor]]] = {}
+        self._early_shards: set[int] = set()  # collectives that have not started, but have a shard in the pool
+        self._in_flight: dict[int, tuple[Any, Sequence[Tensor]]] = {}
         self._done = len(forms)  # number of collectives in the current run whose memory is free again
 
     @property
@@ -267,15 +267,15 @@ class GraphCopies:
     def shard(self, index: int, at: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory in the slot for this rank's shard of the `at`-th tensor that collective `index` gathers."""
         self._begin()
-        if index not in self._ahead:
-            self._ahead.add(index)
+        if index not in self._early_shards:
+            self._early_shards.add(index)
             self.pool.held += 1
-        views = self._lying()
+        views = self._views()
         found = views.shards.get((index, at))
         if found is None:
             slot = self.layout.slots[self.layout.begins[index].tensors[at]]
             part_bytes = math.prod(size) * dtype.itemsize
-            there = self._there(slot.offset + self.pool.rank * part_bytes, part_bytes, dtype)
+            there = self._bytes_at(slot.offset + self.pool.rank * part_bytes, part_bytes, dtype)
             found = views.shards[index, at] = there.as_strided(size, stride)
         return found
 
@@ -290,20 +290,20 @@ class GraphCopies:
         self._begin()
         form = self.forms[index]
         given = [tensor.contiguous() for tensor in tensors]
-        lying = self._lying()
+        views = self._views()
         if form.in_pool:
-            results = lying.results.get(index) or self._made(index, given)
+            results = views.results.get(index) or self._make_results(index, given)
             addresses = [tensor.data_ptr() for tensor in given]
         else:
-            results = [tensor.new_empty(_brought(form, tensor, len(pool.ranks))) for tensor in given]
+            results = [tensor.new_empty(_result_shape(form, tensor, len(pool.ranks))) for tensor in given]
             addresses = [tensor.data_ptr() for tensor in (*given, *results)]
-        known = lying.commands.get(index)
+        known = views.commands.get(index)
         if known is None or known[0] != addresses:
-            known = lying.commands[index] = addresses, self._commands(index, given, results)
+            known = views.commands[index] = addresses, self._commands(index, given, results)
         # Hold the tensors that are read and written: their memory must not be freed before `wait`.
-        self._flying[index] = pool.queue.run(known[1], Run(self._base, self._released)), (*given, *results)
-        if index in self._ahead:
-            self._ahead.discard(index)
+        self._in_flight[index] = pool.queue.run(known[1], Run(self._base, self._released)), (*given, *results)
+        if index in self._early_shards:
+            self._early_shards.discard(index)
         else:
             pool.held += 1
         return results
@@ -323,22 +323,22 @@ class GraphCopies:
     def _slots(self, index: int) -> tuple[int, ...]:
         return tuple(self.layout.slots[tensor].offset for tensor in self.layout.begins[index].tensors)
 
-    def _lying(self) -> _Views:
+    def _views(self) -> _Views:
         """Return this graph's views of the pool's current memory; sizes are static, so all runs share them."""
         found = self.pool.views.get(self)
         if found is None:
             found = self.pool.views[self] = _Views()
         return found
 
-    def _made(self, index: int, given: Sequence[Tensor]) -> list[Tensor]:
+    def _make_results(self, index: int, given: Sequence[Tensor]) -> list[Tensor]:
         results = []
         for slot, tensor in zip(self._slots(index), given, strict=True):
-            shape = _brought(self.forms[index], tensor, len(self.pool.ranks))
-            results.append(self._there(slot, math.prod(shape) * tensor.element_size(), tensor.dtype).view(shape))
-        self._lying().results[index] = results
+            shape = _result_shape(self.forms[index], tensor, len(self.pool.ranks))
+            results.append(self._bytes_at(slot, math.prod(shape) * tensor.element_size(), tensor.dtype).view(shape))
+        self._views().results[index] = results
         return results
 
-    def _there(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
+    def _bytes_at(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
         """Return a piece of this rank's memory as a tensor of one dim."""
         assert self.pool.memory is not None
         return self.pool.memory.own[offset : offset + size_bytes].view(dtype)
@@ -368,15 +368,15 @@ class GraphCopies:
 
     def wait(self, index: int) -> None:
         """Make compute wait until the results are there."""
-        done, _ = self._flying[index]
+        done, _ = self._in_flight[index]
         self.pool.queue.wait(done)
-        del self._flying[index]
+        del self._in_flight[index]
         if not self.forms[index].in_pool:
             self.release(index)
 
     def finish(self, index: int) -> Any:
         """End collective `index`, whose results are not read; return the future or event for the queue's `wait`."""
-        done, _ = self._flying.pop(index)
+        done, _ = self._in_flight.pop(index)
         self.release(index)
         return done
 
@@ -390,11 +390,11 @@ class GraphCopies:
         self.pool.failed = self.pool.failed or self.pool.held > 0
         self.pool.held = 0
         self._done = len(self.forms)
-        self._flying.clear()
-        self._ahead.clear()
+        self._in_flight.clear()
+        self._early_shards.clear()
 
 
-def _brought(form: Form, tensor: Tensor, ranks: int) -> tuple[int, ...]:
+def _result_shape(form: Form, tensor: Tensor, ranks: int) -> tuple[int, ...]:
     """Return the shape of a collective's result for an input tensor."""
     if form in (Form.GATHERED, Form.PULLED):
         return (ranks * tensor.shape[0], *tensor.shape[1:]) if tensor.dim() else (ranks,)
