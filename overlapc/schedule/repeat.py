@@ -240,7 +240,7 @@ def _part(*versions: Sequence[_Line]) -> _Part:
     for more, version in enumerate(versions):
         for line, expected in zip(version, found.lines(more), strict=True):
             if not line.is_like(expected) or line.numbers != expected.numbers:
-                raise Irregular(f"{_shown(line)} differs from what fewer layers predict, {_shown(expected)}")
+                raise Irregular(f"{_shown(line)} differs from what fewer layers predict{_difference(line, expected)}")
     return found
 
 
@@ -265,6 +265,12 @@ def _plus(numbers: tuple[int, ...], others: tuple[int, ...], times: int) -> tupl
 
 def _minus(numbers: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([number - other for number, other in zip(numbers, others, strict=True)])
+
+
+def _difference(line: _Line, expected: _Line) -> str:
+    """Return the first names that differ, as `: a_1, b instead of a_2, b`; "" if only other properties differ."""
+    pairs = zip(line.names(), expected.names(), strict=False)
+    return next((f": {', '.join(some)} instead of {', '.join(others)}" for some, others in pairs if some != others), "")
 
 
 def _shown(line: _Line) -> str:
