@@ -153,7 +153,7 @@ def travelling_bytes(start: fx.Node) -> int:
     """Return the bytes that the exchange of a reduction moves: those of its input before casts that are exact."""
     given: fx.Node = argument(start, 0)
     value: Tensor = given.meta["val"]
-    return value.numel() * (_narrowest(given) or value.dtype).itemsize
+    return value.numel() * _narrowest(given).itemsize
 
 
 def refusal(start: fx.Node) -> str | None:
@@ -252,10 +252,10 @@ def _cast(write: NodeWriter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 def _as_computed(node: fx.Node, dtype: torch.dtype, write: NodeWriter) -> fx.Node:
     """Return `node` without its casts up to `dtype`, but with its moves; itself if it was not cast."""
     narrow = _narrowest(node)
-    return node if narrow is None or narrow == dtype else _without_casts(node, narrow, write)
+    return node if narrow == dtype else _without_casts(node, narrow, write)
 
 
-def _narrowest(node: fx.Node) -> torch.dtype | None:
+def _narrowest(node: fx.Node) -> torch.dtype:
     """Return the dtype of `node` before exact casts; its own dtype if its inputs had several."""
     dtype: torch.dtype = node.meta["val"].dtype
     if node.target in _CASTS and _widens(node):
