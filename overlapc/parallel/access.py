@@ -57,7 +57,7 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Because this method exists, Dynamo traces `_call_impl`; otherwise it would trace `forward` directly.
         if torch.compiler.is_dynamo_compiling() and isinstance(self, torch._dynamo.OptimizedModule):
-            return nn.Module.__call__(self, *args, **kwargs)  # Dynamo skips OptimizedModule's (torch.compile(block))
+            return nn.Module.__call__(self, *args, **kwargs)  # Dynamo skips __call__ of what torch.compile returned
         return call_block(self, *args, **kwargs)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:

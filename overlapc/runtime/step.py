@@ -138,11 +138,11 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
 
 
 _TRANSFORMED = (
-    "the backward of a compiled step was called within torch.func or vmap, which see only the first derivatives of a"
-    " graph that is compiled as a whole\nhint: put the transform into the function that torch.compile takes"
+    "the backward of a compiled step was called inside a transform of torch.func (such as grad or vmap), which cannot"
+    " transform a compiled backward\nhint: apply the transform inside the function that is given to torch.compile"
 )
 _NOT_DETERMINISTIC = (
-    "torch.use_deterministic_algorithms is on in the backward of a step, but was off when its forward was compiled\n"
+    "torch.use_deterministic_algorithms is on in the backward of a step, but was off when the step was compiled\n"
     "hint: turn it on before the forward, or off for the backward"
 )
 
@@ -206,7 +206,7 @@ class _Differentiated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise OverlapcError(
             "a compiled step was differentiated twice; compiled graphs have first derivatives only\n"
-            "hint: leave the part that needs second derivatives out of torch.compile"
+            "hint: do not compile the part that needs second derivatives"
         )
 
 

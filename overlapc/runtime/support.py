@@ -37,7 +37,7 @@ def check(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int])
     raise LayoutError(
         f"{name} has size {tuple(tensor.shape)} and stride {tensor.stride()}, "
         f"but was compiled for size {tuple(size)} and stride {tuple(stride)}\n"
-        "hint: torch._dynamo.reset() compiles again; if it comes back, please report it"
+        "hint: torch._dynamo.reset() recompiles; if the error comes back, please report it"
     )
 
 
@@ -161,8 +161,8 @@ def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence
     """
     if tensor.shape != tuple(size):
         raise LayoutError(
-            f"{name} came with size {tuple(tensor.shape)}, but was traced with size {tuple(size)}\n"
-            "hint: torch's fake implementation of the op that made it is wrong; please report it"
+            f"{name} has size {tuple(tensor.shape)}, but was traced with size {tuple(size)}\n"
+            "hint: torch's fake implementation of the op that computes it is wrong; please report it"
         )
     if tensor.stride() == tuple(stride) or _same_steps(tensor, stride):
         return tensor

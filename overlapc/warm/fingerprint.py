@@ -82,7 +82,7 @@ def _lines(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _attribute(gm: fx.GraphModule, node: Node) -> Iterator[str]:
-    """Yield the fingerprint of an attribute. Of a tensor the form suffices, because its values are read later.
+    """Yield the fingerprint of an attribute. For a tensor its form suffices: the values are read from the graph later.
 
     The exception is a tensor of one number, which kernels may contain as a constant.
     """
