@@ -55,7 +55,7 @@ def test_a_time_that_changes_along_the_layers_is_irregular():
 
 def test_the_third_schedule_has_to_confirm_what_two_say():
     schedules = {**few(3, 4), 5: step(5, wide=1)}
-    with pytest.raises(Irregular, match="loss differs from what fewer layers predict: h_5, h_0 instead of h_5$"):
+    with pytest.raises(Irregular, match=r"loss differs from what fewer layers predict: h_5, h_0 instead of h_5$"):
         repeated(schedules, 9)
 
 
