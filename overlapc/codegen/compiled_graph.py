@@ -20,7 +20,7 @@ from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.objects import Boxed, function_of, rebuild
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.copies.layout import Layout
-from overlapc.runtime.copies.pool import GraphCopies, KeptCopies
+from overlapc.runtime.copies.pool import GraphCopies, StoredCopies
 from overlapc.runtime.marks import switching
 from overlapc.runtime.steps import STEPS, as_optimizer
 
@@ -45,7 +45,7 @@ class CompiledGraph:
     kernels: tuple[tuple[str, KernelSource], ...]  # device type and source, each kernel once
     counts: Mapping[str, int]  # increments of `counters["overlapc"]`
     order: str  # hash of the order of its collectives
-    copies: tuple[KeptCopies, ...]  # collectives by copies; all ranks must reopen them together
+    copies: tuple[StoredCopies, ...]  # collectives by copies; all ranks must reopen them together
     divided: tuple[Any, ...]  # groups across hosts (`planning.host_groups.DividedGroup`), split before `copies`
     agreed: Any  # what ranks agreed on (`planning.agreed.Agreed`); None for a graph that does not communicate
     record: GraphRecord

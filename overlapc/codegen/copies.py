@@ -9,7 +9,7 @@ from overlapc.errors import ScheduleError
 from overlapc.fx.exchange import EXCHANGE, blocks_of
 from overlapc.ir.ops import Start as StartOp
 from overlapc.runtime.copies.layout import Event, Layout, Release, Start, Take, check, place
-from overlapc.runtime.copies.pool import Form, GraphCopies, KeptCopies, Pool, Wanted
+from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, StoredCopies, Wanted
 from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Node, Schedule
@@ -94,9 +94,9 @@ class Copying:
         return found
 
 
-def kept_copies(copies: Mapping[str, Copied]) -> list[KeptCopies]:
+def stored_copies(copies: Mapping[str, Copied]) -> list[StoredCopies]:
     """Return the parts of a graph's copies that are cached, one per group."""
-    return [each.kept for each in {found.copies: None for found in copies.values()}]
+    return [each.stored for each in {found.copies: None for found in copies.values()}]
 
 
 def copying(schedule: Schedule) -> Copying:

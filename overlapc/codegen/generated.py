@@ -15,7 +15,7 @@ from overlapc.codegen.parts import Partition
 from overlapc.codegen.program import Program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.report.model import GraphRecord
-from overlapc.runtime.copies.pool import KeptCopies
+from overlapc.runtime.copies.pool import StoredCopies
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Generated:
     counts: Mapping[str, int]  # increments of `counters["overlapc"]`
     order: Sequence[str]  # its collectives, one a line
     agreed: object = None  # see CompiledGraph
-    copies: Sequence[KeptCopies] = ()
+    copies: Sequence[StoredCopies] = ()
     divided: Sequence[Any] = ()  # see CompiledGraph
 
     def printed(

@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
 from overlapc.codegen.buffer_pool import peak_bytes, pooled
-from overlapc.codegen.copies import kept_copies, peak_with_pools
+from overlapc.codegen.copies import peak_with_pools, stored_copies
 from overlapc.codegen.generated import Generated
 from overlapc.codegen.parts import split
 from overlapc.codegen.program import Program
@@ -159,7 +159,7 @@ def _generate(
         counts["cuda_graph_parts"] = len(parts.parts)
         _log.info("%s: %s", schedule.name, report.captured)
     kernels, order = kernels_of(sources, schedule), collective_lines(schedule)
-    copies = kept_copies(planned.copies)
+    copies = stored_copies(planned.copies)
     return Generated(program, kernels, parts, report, counts, order, planned.agreed, copies, planned.divided)
 
 

@@ -15,7 +15,7 @@ from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.planning.copy_reach import CopyReach
 from overlapc.planning.host_groups import divided_again, still_divided
 from overlapc.runtime.copies.command_queues import unsupported
-from overlapc.runtime.copies.pool import GraphCopies, KeptCopies, Pool, Wanted, kept_pools, open_pools
+from overlapc.runtime.copies.pool import GraphCopies, Pool, StoredCopies, Wanted, open_pools, reusable_pools
 
 OfGraph = Mapping[str, GraphCopies]  # the copies of one graph, by the name of their pool
 
@@ -26,14 +26,14 @@ def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAg
     None, on all ranks, if there is no `agreement` between ranks, if copies no longer reach all ranks of a group, if a
     group is not divided into the same hosts, or if a rank has no memory to share.
     """
-    kept = [each for graph in graphs for each in graph.copies]
-    if not kept:
+    stored = [each for graph in graphs for each in graph.copies]
+    if not stored:
         return [{} for _ in graphs]
     if agreement is None:
         return None
-    device = kept[0].device
+    device = stored[0].device
     reason = unsupported(device) or ""
-    reach = CopyReach.agreed_on(agreement, config, device, reason, [each.ranks for each in kept])
+    reach = CopyReach.agreed_on(agreement, config, device, reason, [each.ranks for each in stored])
     if reach.none or any(reach.apart(ranks, device.type) for ranks in reach.groups):
         return None
     groups = {divided.group: divided for graph in graphs for divided in graph.divided}.values()
@@ -43,7 +43,7 @@ def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAg
             return None
     try:
         with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
-            pools = open_pools(_wanted(kept), device, agreement.ranks, agreement.tell)
+            pools = open_pools(_wanted(stored), device, agreement.ranks, agreement.tell)
     except NoSharedMemory:  # raised on all ranks: they plan the graph again, which reports the reason
         return None
     return _on(pools, graphs)
@@ -56,15 +56,15 @@ def still_open(graphs: Sequence[CompiledGraph]) -> list[OfGraph] | None:
     """
     if not all(still_divided(divided) for graph in graphs for divided in graph.divided):
         return None
-    kept = [each for graph in graphs for each in graph.copies]
-    pools = kept_pools(_wanted(kept), kept[0].device) if kept else {}
+    stored = [each for graph in graphs for each in graph.copies]
+    pools = reusable_pools(_wanted(stored), stored[0].device) if stored else {}
     return None if pools is None else _on(pools, graphs)
 
 
-def _wanted(kept: Sequence[KeptCopies]) -> list[Wanted]:
+def _wanted(stored: Sequence[StoredCopies]) -> list[Wanted]:
     """Return what each pool must provide for all graphs: its largest size, as graphs run one after the other."""
     found: dict[str, Wanted] = {}
-    for each in kept:
+    for each in stored:
         wanted = each.wanted
         other = found.setdefault(each.group, wanted)
         if other is not wanted:

@@ -31,7 +31,7 @@ from overlapc.planning.copy_reach import CopyReach
 from overlapc.planning.host_groups import DividedGroup, divided
 from overlapc.runtime.copies.command_queues import unsupported
 from overlapc.runtime.copies.layout import Layout, common, from_text, to_text
-from overlapc.runtime.copies.pool import Pool, kept_pools, open_pools
+from overlapc.runtime.copies.pool import Pool, open_pools, reusable_pools
 from overlapc.schedule.collective_kinds import COPY, KINDS
 from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
@@ -270,7 +270,7 @@ class Transports:
         """Return the open pools that ranks agreed on; None if the graph does not fit their layouts."""
         if self.agreed is None or graph.broken(self.agreed.layouts) is not None:
             return None
-        return kept_pools(graph.wanted(self.agreed.layouts, self.groups), self.agreed.device)
+        return reusable_pools(graph.wanted(self.agreed.layouts, self.groups), self.agreed.device)
 
 
 def unit_of(comm: Comm) -> Unit:

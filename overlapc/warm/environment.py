@@ -21,7 +21,7 @@ _CODE = ("*.py", "*.h", "*.json")
 
 
 def environment_key(config: Config) -> str:
-    """Return the hash, which covers overlapc's own code; raise NotCacheable for code of others, such as a function."""
+    """Return the hash, which covers overlapc's own code; raise NotCacheable if functions of others are used."""
     if foreign():
         raise NotCacheable(f"the kernel generator for {', '.join(foreign())} is not part of overlapc")
     return content_key(_code_key(), *_options(config), *_versions(), *_switches())

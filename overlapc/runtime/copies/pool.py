@@ -159,7 +159,7 @@ def _exchanged(stage: str, failure: str, what: Any, ranks: Sequence[int], tell: 
     return [each for _, each in told]
 
 
-def kept_pools(wanted: Sequence[Wanted], device: torch.device) -> dict[str, Pool] | None:
+def reusable_pools(wanted: Sequence[Wanted], device: torch.device) -> dict[str, Pool] | None:
     """Return the open pools by name; None if one is not open, is too small, or has failed."""
     found = {}
     for each in wanted:
@@ -209,7 +209,7 @@ _PUSHED = {
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCopies:
+class StoredCopies:
     """The cached description of a graph's copies over one group, from which another process can reopen them."""
 
     group: str  # the pool's name
@@ -254,15 +254,15 @@ class GraphCopies:
         self._done = len(forms)  # number of collectives in the current run whose memory is free again
 
     @property
-    def kept(self) -> KeptCopies:
+    def stored(self) -> StoredCopies:
         """The description from which `reopened` makes these copies in another process."""
         pool, forms = self.pool, tuple(form.value for form in self.forms)
-        return KeptCopies(pool.name, pool.group, pool.ranks, pool.device, self.layout, forms, self.blocks)
+        return StoredCopies(pool.name, pool.group, pool.ranks, pool.device, self.layout, forms, self.blocks)
 
     @classmethod
-    def reopened(cls, kept: KeptCopies, pool: Pool) -> GraphCopies:
-        """Return the copies that `kept` describes, on a pool of this process."""
-        return cls(pool, kept.layout, [Form(name) for name in kept.forms], kept.blocks)
+    def reopened(cls, stored: StoredCopies, pool: Pool) -> GraphCopies:
+        """Return the copies that `stored` describes, on a pool of this process."""
+        return cls(pool, stored.layout, [Form(name) for name in stored.forms], stored.blocks)
 
     def shard(self, index: int, at: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory in the slot for this rank's shard of the `at`-th tensor that collective `index` gathers."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from overlapc.errors import OverlapcError, PeerLost
 from overlapc.runtime.copies import command_queues, commands
 from overlapc.runtime.copies.layout import Event, Release, Start, Take, place
-from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, kept_pools, open_pools
+from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, open_pools, reusable_pools
 from tests.ranks import values_on_ranks
 
 CPU = torch.device("cpu")
@@ -341,7 +341,7 @@ def test_ranks_that_kept_different_pools_make_a_new_one_together():
 
 def kept_for(pool: Pool, more_bytes: int) -> bool:
     wanted = Wanted(pool.group, "dp", pool.ranks, pool.bytes + more_bytes, "")
-    return kept_pools([wanted], CPU) == {"dp": pool}
+    return reusable_pools([wanted], CPU) == {"dp": pool}
 
 
 def kept_by_one() -> bool:
