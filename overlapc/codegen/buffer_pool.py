@@ -148,7 +148,7 @@ def _chains(program: Program) -> dict[str, _Chain]:
             found[item.variable] = found[item.source]
         elif isinstance(item, Free):
             freed.update(item.variables)
-    alone = {id(found[name]) for name in (*_returned(program), *_seen_from_the_start(program)) if name in found}
+    alone = {id(found[name]) for name in (*_returned(program), *_address_dependent(program)) if name in found}
     ending = {id(found[name]) for name in freed if name in found}
     return {name: chain for name, chain in found.items() if id(chain) in ending - alone}
 
@@ -159,7 +159,7 @@ def _returned(program: Program) -> Iterable[str]:
             yield from (program.variables[view.buffer] for view in views_in(item.values))
 
 
-def _seen_from_the_start(program: Program) -> Iterable[str]:
+def _address_dependent(program: Program) -> Iterable[str]:
     for item in program.instructions:
         if isinstance(item, Call) and sees_where_memory_begins(item.op):
             yield from (

@@ -29,7 +29,7 @@ class Copied:
 
 
 @dataclass
-class _OfGroup:
+class _GroupCopies:
     """Collectives by copies over one group: their starts and forms, and the events that determine their slots."""
 
     starts: list[tuple[Node, Form]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Copying:
     """All collectives by copies of a schedule, by process group."""
 
     schedule: Schedule
-    groups: Mapping[str, _OfGroup]
+    groups: Mapping[str, _GroupCopies]
 
     @property
     def starts(self) -> int:
@@ -101,12 +101,12 @@ def stored_copies(copies: Mapping[str, Copied]) -> list[StoredCopies]:
 
 def copying(schedule: Schedule) -> Copying:
     """Collect the collectives by copies of `schedule` and the events that determine their slots in the pools."""
-    groups: dict[str, _OfGroup] = {}
+    groups: dict[str, _GroupCopies] = {}
     group_of: dict[str, str] = {}  # result of a copied collective -> the group
     forms = forms_of(schedule)
     for node in schedule.starts():
         if node.name in forms:
-            of_group = groups.setdefault(node.group, _OfGroup())
+            of_group = groups.setdefault(node.group, _GroupCopies())
             of_group.starts.append((node, forms[node.name]))
             for root in map(schedule.root, node.writes):
                 of_group.tensors[root] = len(of_group.tensors)

@@ -1,4 +1,4 @@
-"""Library calls of a graph as separate calls on random arguments of the same layouts, for measuring."""
+"""Library calls of a graph as separate calls on synthetic arguments of the same layouts, for measuring."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def calls_of(graph: LoweredGraph) -> Callable[[Node], Call | None]:
 
         def make() -> Callable[[], object]:
             with unset_fake_temporarily():
-                given, named = tree_map(_made_up, (args, kwargs))
+                given, named = tree_map(_synthetic_argument, (args, kwargs))
             return lambda: _called(op.target, given, named)
 
         return Call(key, tensors[0].layout.device, make)
@@ -64,7 +64,7 @@ def _shown(leaf: Any) -> str:
     return f"{dtype}[{' '.join(map(str, leaf.size))}]({' '.join(map(str, leaf.stride))})"
 
 
-def _made_up(leaf: Any) -> Any:
+def _synthetic_argument(leaf: Any) -> Any:
     """Return a tensor of layout `leaf`: random floats, from a generator of its own, or zeros for other dtypes."""
     if not isinstance(leaf, Layout):
         return leaf

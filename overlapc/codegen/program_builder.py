@@ -125,7 +125,7 @@ class _Builder:
             elif node.name in self.copies:
                 self._call(self._by_copies(op, self.copies[node.name]), True)
             elif isinstance(op, Start):
-                self._call(_as_started(op.call), True)
+                self._call(_safe_start(op.call), True)
             else:
                 self._call(op, False)
             self._free(dying)
@@ -241,7 +241,7 @@ class _Builder:
         readers = Counter(root for part in parts for root in {self.graph.root(name) for name in buffers_read(part)})
         shared = {root for root in dying if readers[root] > 1}  # parts run concurrently: no part may overwrite these
         if isinstance(op, Attention):
-            self._allocate([self._memory_apart(view) for view in op.outputs])
+            self._allocate([self._memory_not_shared(view) for view in op.outputs])
         else:
             self._allocate([self._memory_for(view, part, dying, shared) for part in parts for view in part.outputs])
         kernel = self.kernels[op.name]
@@ -276,7 +276,7 @@ class _Builder:
                 return Reuse(view.buffer, root, view.layout)
         return Allocate(view.buffer, view.layout)
 
-    def _memory_apart(self, view: View) -> OutputMemory:
+    def _memory_not_shared(self, view: View) -> OutputMemory:
         """Return memory for an output that must not share memory with an argument: a spare buffer's, or new."""
         self.planned.add(view.buffer)
         self.layouts[view.buffer] = view.layout
@@ -315,7 +315,7 @@ class _Builder:
     def _call(self, op: Extern, starts: bool) -> None:
         memories: list[OutputMemory] = []
         if op.out and isinstance(op.result, View):
-            memories.append(self._memory_apart(op.result))
+            memories.append(self._memory_not_shared(op.result))
         self._allocate(memories)
         given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in named_in(op.arguments)}
         results = [(leaf, path) for leaf, path in _paths(op.result, ()) if leaf.buffer not in given]
@@ -368,7 +368,7 @@ def _shards(schedule: Schedule, copies: Mapping[str, Copied]) -> dict[View, tupl
     return found
 
 
-def _as_started(call: Extern) -> Extern:
+def _safe_start(call: Extern) -> Extern:
     """Return `call` with its target replaced by a variant that is safe over gloo, if its group uses gloo."""
     if call.target not in SAFE_OVER_GLOO_ON_GPUS:
         return call

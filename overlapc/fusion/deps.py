@@ -107,7 +107,7 @@ def edges(ops: Sequence[IROp], graph: LoweredGraph) -> Edges:
     found = Edges([set() for _ in ops])
     _order_memory(found, ops, graph)
     _order_communication(found, ops)
-    _order_as_asked(found, ops, graph)
+    _order_as_requested(found, ops, graph)
     last: int | None = None
     for position, op in enumerate(ops):
         if has_effect(op):
@@ -150,7 +150,7 @@ def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> Non
                 started[name] = position
 
 
-def _order_as_asked(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:
+def _order_as_requested(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:
     """Add the order that the graph requests (`LoweredGraph.order`) between ops that are not dead."""
     if graph.order:
         position = {op.name: at for at, op in enumerate(ops)}

@@ -90,7 +90,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
         shared = {name for name in sources if name in from_kernels or users[name] - {position, *readers}}
         if few or not _pays(producer, consumers, shared, graph):
             into = {at: each for at, each in into.items() if _reads_little(producer, each, graph)}
-        if not into or any(_between(overwritten[graph.root(name)], position, max(into)) for name in sources):
+        if not into or any(_any_between(overwritten[graph.root(name)], position, max(into)) for name in sources):
             continue  # a source is overwritten before a reader runs
         inlined = {at: _inlined_safely(producer, consumer, graph) for at, consumer in into.items()}
         if any(body is None or refuse(producer.device, body) is not None for body in inlined.values()):
@@ -121,7 +121,7 @@ def _inlined_safely(producer: Loops, consumer: Loops, graph: LoweredGraph) -> Bo
     return body
 
 
-def _between(positions: Sequence[int], start: int, end: int) -> bool:
+def _any_between(positions: Sequence[int], start: int, end: int) -> bool:
     """Whether one of the sorted `positions` is strictly between `start` and `end`."""
     return bisect_right(positions, start) < bisect_left(positions, end)
 
@@ -248,7 +248,7 @@ def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ra
         ranges = ranges_under(load.mask, ranges)
     picked = {symbol for symbol, _ in load.indirect}
     if picked:
-        known = _picked_ranges(load)
+        known = _loaded_ranges(load)
         if known is None or any(isinstance(part, Load) and part.indirect for part in body.values()):
             return None
         ranges = (*ranges, *known)
@@ -274,7 +274,7 @@ def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ra
     return op("where", load.mask, value, constant(0, value.dtype))
 
 
-def _picked_ranges(load: Load) -> Ranges | None:
+def _loaded_ranges(load: Load) -> Ranges | None:
     """Return the ranges of the symbols that `load` binds to loaded values by their checks; None if one is unchecked."""
     found = []
     for symbol, value in load.indirect:

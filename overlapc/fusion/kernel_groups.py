@@ -114,7 +114,7 @@ class Groups:
 
         local: buffers that then need no memory.
         """
-        stays, moves = self._stays_and_moves(a, b)
+        stays, moves = self._position_of_merge(a, b)
         changes = self.memory.moved(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local)
         changes += self.memory.rewritten(op, moves.runs_at, stays.runs_at, local)
         if not self.memory.fits(changes):
@@ -122,7 +122,7 @@ class Groups:
             return Refusal(f"it would keep {more} more bytes live and exceed peak memory")
         return None
 
-    def _stays_and_moves(self, a: Group, b: Group) -> tuple[Group, Group]:
+    def _position_of_merge(self, a: Group, b: Group) -> tuple[Group, Group]:
         """Return the group at whose position both would run (as `MergingOrder.merge` decides), and the other one."""
         first, second = self.in_order(a.number, b.number)
         if self.order.may_run_early(first, second):
@@ -137,7 +137,7 @@ class Groups:
 
         Return a refusal, without any change, if another group must run between them.
         """
-        place = self._stays_and_moves(a, b)
+        place = self._position_of_merge(a, b)
         between = self.order.merge(a.number, b.number)
         return place if between is None else Refusal(f"{self._groups[between].op.name} must run between them")
 

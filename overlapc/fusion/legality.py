@@ -34,13 +34,13 @@ def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Re
         return Refusal(f"together they use more than {MOST_BUFFERS} buffers")
     if scatters(a.kernel.body) or scatters(b.kernel.body):
         return Refusal("one of them scatters: its iterations write elements that depend on data")
-    if _only_alike(groups, a, b):
+    if _should_share_launch(groups, a, b):
         return Refusal("they share almost no memory and are of one kind: one launch may run both")
     obstacle = groups.obstacle(a, b)
     if obstacle is not None:
         return obstacle
     merged = merge(a.kernel.body, b.kernel.body)
-    if not isinstance(merged, Refusal) and _goes_crosswise(groups, a, b, merged):
+    if not isinstance(merged, Refusal) and _becomes_strided(groups, a, b, merged):
         merged = Refusal("they access shared buffers in different orders")
     if isinstance(merged, Refusal) and changes.across and crosses(a.kernel.body, b.kernel.body):
         across = merge_across(a.kernel.body, b.kernel.body, groups.graph.hint, groups.bytes_of)
@@ -51,7 +51,7 @@ def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Re
         merged = _reordered(groups, a, b) or merged
     if isinstance(merged, Refusal):
         return merged
-    if _leaves_tiles(groups, a, b, merged):
+    if _loses_tiles(groups, a, b, merged):
         return Refusal("no tile of the merged kernel would be contiguous in the buffers of both")
     if (a.dots or b.dots) and merged.stores_terms():
         return Refusal("it would need single terms of a matrix product")
@@ -68,7 +68,7 @@ def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Re
     return merged if reason is None else Refusal(reason)
 
 
-def _only_alike(groups: Groups, a: Group, b: Group) -> bool:
+def _should_share_launch(groups: Groups, a: Group, b: Group) -> bool:
     """Whether two kernels are of one kind and share little, so that they should rather share a launch with others."""
     if not a.writes.isdisjoint(b.reads) or rough_kind(a.kernel.body) != rough_kind(b.kernel.body):
         return False
@@ -76,7 +76,7 @@ def _only_alike(groups: Groups, a: Group, b: Group) -> bool:
     return shared * LITTLE < min(sum(map(groups.bytes_of, group.reads | group.writes)) for group in (a, b))
 
 
-def _goes_crosswise(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
+def _becomes_strided(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
     """Whether the merged kernel strides over memory that one kernel reads by rows and the other by columns."""
     if not merged.reduction:
         return False
@@ -89,7 +89,7 @@ def _goes_crosswise(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
     return more and skips(merged, a.kernel.body, b.kernel.body, groups.bytes_of)
 
 
-def _leaves_tiles(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
+def _loses_tiles(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
     """Whether the element-wise kernel transposes its input, which tiles over the other kernel's rows cannot do."""
     if not merged.reduction or (a.kernel.body.reduction and b.kernel.body.reduction):
         return False
@@ -119,7 +119,7 @@ def _reordered(groups: Groups, a: Group, b: Group) -> Body | None:
     if first is None or second is None:
         return None
     merged = merge(first, second)
-    if isinstance(merged, Refusal) or _goes_crosswise(groups, a, b, merged):
+    if isinstance(merged, Refusal) or _becomes_strided(groups, a, b, merged):
         return None
     before = sum(scattered_bytes(group.kernel.body, groups.bytes_of) for group in (a, b))
     after = scattered_bytes(without_stores(merged, groups.local(a, b)), groups.bytes_of)

@@ -55,9 +55,9 @@ def simplified(body: Body) -> Body:
     for value in body.values():
         built = rebuild(value, tuple(new[operand] for operand in value.operands()), lambda expr: expr)
         if isinstance(built, Op) and built.name == "where":
-            built = _operation_first(_guarded_once(built, uses), uses)
+            built = _operation_first(_without_repeated_tests(built, uses), uses)
         elif isinstance(built, Reduce) and built.kind == "sum":
-            built = _picked(built, body, varies)
+            built = _only_term(built, body, varies)
         elif isinstance(value, Load) and value.mask is not None:
             built = _read_once(value, built, unmasked, unseen)
         new[value] = built
@@ -72,7 +72,7 @@ def simplified(body: Body) -> Body:
 # --- what is known inside a branch
 
 
-def _guarded_once(where: Op, uses: Mapping[Value, int]) -> Value:
+def _without_repeated_tests(where: Op, uses: Mapping[Value, int]) -> Value:
     """Return `where` with branches that do not test its condition again.
 
     Values with other users are left alone: they are computed anyway, and a simplified copy would come in addition.
@@ -145,7 +145,7 @@ def _read_once(load: Load, built: Value, unmasked: Container[Load], unseen: Cont
 # --- one element of a row
 
 
-def _picked(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value:
+def _only_term(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value:
     """Return the only term of a sum in which all other terms are 0; `total` itself if it is not such a sum."""
     if len(body.reduction) != 1:
         return total

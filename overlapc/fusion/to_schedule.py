@@ -27,7 +27,7 @@ def to_schedule(
     freeable: inputs whose memory the graph may free after their last use (saved activations).
     kernel_of: the fused op that contains each lowered op.
     """
-    order = _order_asked(ops, graph, kernel_of or {})
+    order = _requested_order(ops, graph, kernel_of or {})
     buffers: dict[str, Buffer] = {}
     for name in (*graph.inputs, *graph.constants):
         buffers[name] = Buffer(name, _bytes(name, graph), is_input=True, freeable=name in freeable)
@@ -48,7 +48,9 @@ def to_schedule(
     return Schedule(graph.name, tuple(nodes), buffers, outputs, budget_bytes)
 
 
-def _order_asked(ops: Sequence[IROp], graph: LoweredGraph, kernel_of: Mapping[str, str]) -> dict[str, dict[str, None]]:
+def _requested_order(
+    ops: Sequence[IROp], graph: LoweredGraph, kernel_of: Mapping[str, str]
+) -> dict[str, dict[str, None]]:
     """Return the order that the graph requests (op -> earlier ops), by the names of ops that remain after fusion."""
     left = {op.name for op in ops}
     found: dict[str, dict[str, None]] = {}

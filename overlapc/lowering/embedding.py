@@ -52,8 +52,8 @@ def embedding_dense_backward(
     out = context.layout(context.value_of(), offset=sympy.S.Zero)
     many = not indices.size or _hint(context, numel(indices.size)) >= _hint(context, out.size[0])
     if many or grad.dtype == compute_dtype(grad.dtype):
-        return _added_up(context, grad, indices, padding_idx, out)
-    return _added_up_by_owner(context, grad, indices, padding_idx, out)
+        return _summed_by_token(context, grad, indices, padding_idx, out)
+    return _summed_at_last_token(context, grad, indices, padding_idx, out)
 
 
 def _hint(context: Lowering, size: sympy.Expr) -> int:
@@ -70,11 +70,11 @@ def _counts(token: Value, padding_idx: Any) -> list[Value]:
     return [] if padding == -1 else [op("ne", token, Index(padding))]
 
 
-def _with(spot: Place, conditions: Sequence[Value]) -> Place:
+def _with_conditions(spot: Place, conditions: Sequence[Value]) -> Place:
     return Place(spot.index, both(spot.inside, *conditions), spot.indirect)
 
 
-def _added_up(context: Lowering, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
+def _summed_by_token(context: Lowering, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
     wide = compute_dtype(out.dtype)
     same = wide == out.dtype
     sums = context.pointwise(
@@ -86,14 +86,14 @@ def _added_up(context: Lowering, grad: View, indices: View, padding_idx: Any, ou
     def body(target: View) -> Body:
         loops, position = context.loops_over(contiguous(out.device, wide, grad.size))
         token = _token(context, indices, position[:-1])
-        spot = _with(place(target, (sympy.S.Zero, position[-1]), {0: token}), _counts(token, padding_idx))
+        spot = _with_conditions(place(target, (sympy.S.Zero, position[-1]), {0: token}), _counts(token, padding_idx))
         return Body(loops, (), (store_at(target, spot, context.element(grad, position), "add"),))
 
     changed = context.update(sums, body)
     return changed if same else context.pointwise(lambda total: total, changed)
 
 
-def _added_up_by_owner(context: Lowering, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
+def _summed_at_last_token(context: Lowering, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
     """Add up the gradients of each word in the row of its last token; a word that occurs once needs no sum.
 
     ends[0, word] = number of its last token, ends[1, word] = number of its first one, from the end; -1 for none
@@ -102,7 +102,7 @@ def _added_up_by_owner(context: Lowering, grad: View, indices: View, padding_idx
     out[v, d]     = grad[last, d] if the word occurs once, else sums[last, d]; 0 for words that do not occur
     """
     tokens, width = numel(indices.size), out.size[1]
-    if not _rows_follow(grad.layout):
+    if not _rows_have_one_stride(grad.layout):
         copied = contiguous(out.device, grad.dtype, grad.size)
         grad = context.pointwise(lambda value: value, grad, name=context.name_for("grad"), layout=copied)
     ends = _ends(context, indices, padding_idx, out)
@@ -156,7 +156,7 @@ class _Occurrences:
 
 
 def _ends(context: Lowering, indices: View, padding_idx: Any, out: Layout) -> View:
-    """Compute the table of last and first tokens, see `_added_up_by_owner`."""
+    """Compute the table of last and first tokens, see `_summed_at_last_token`."""
     size = (sympy.Integer(2), out.size[0])
     no_owner = constant(-1, torch.int32)
     ends = context.pointwise(
@@ -170,7 +170,9 @@ def _ends(context: Lowering, indices: View, padding_idx: Any, out: Layout) -> Vi
         number = flat_index(position, strides, sympy.S.Zero)
         stores = []
         for end, value in enumerate((number, numel(indices.size) - 1 - number)):
-            spot = _with(place(target, (sympy.Integer(end), sympy.S.Zero), {1: token}), _counts(token, padding_idx))
+            spot = _with_conditions(
+                place(target, (sympy.Integer(end), sympy.S.Zero), {1: token}), _counts(token, padding_idx)
+            )
             stores.append(store_at(target, spot, Index(value, torch.int32), "max"))
         return Body(loops, (), tuple(stores))
 
@@ -192,7 +194,7 @@ def _occurrences(ends: View, word: Value, known: Value | None, tokens: sympy.Exp
     return _Occurrences(last, op("sub", Index(tokens - 1, torch.int32), turned))
 
 
-def _rows_follow(layout: Layout) -> bool:
+def _rows_have_one_stride(layout: Layout) -> bool:
     """Whether the rows of all tokens have one stride, in the order of token numbers."""
     follow = zip(layout.size[1:-1], layout.stride[:-2], layout.stride[1:-1], strict=True)
     return all(sympy.expand(outer - extent * inner) == 0 for extent, outer, inner in follow)

@@ -73,7 +73,7 @@ def forward(
         plain = space.attention(results, block_mask, scale)
         return space.with_functions(plain, (score_mod, score_buffers), (block_mask[-1], mask_buffers))
 
-    return _noted(context, query, attention).outputs
+    return _added_or_refused(context, query, attention).outputs
 
 
 @lowers(flex_attention_backward)
@@ -112,10 +112,10 @@ def backward(
         mask = (block_mask[-1], mask_buffers)
         return space.with_functions(plain, (score_mod, score_buffers), mask, (joint, score_buffers))
 
-    return (*_noted(context, query, attention).outputs, tuple(None for _ in gradients[3]))
+    return (*_added_or_refused(context, query, attention).outputs, tuple(None for _ in gradients[3]))
 
 
-def _noted(context: Lowering, query: View, attention: Callable[[], Attention]) -> Attention:
+def _added_or_refused(context: Lowering, query: View, attention: Callable[[], Attention]) -> Attention:
     """Add the attention to the graph, or raise Impossible if there is no kernel for it; note which for the report."""
     sizes, dtype = ", ".join(map(str, query.size)), str(query.dtype).removeprefix("torch.")
     backward = " backward" if context.node.target is flex_attention_backward else ""

@@ -113,8 +113,8 @@ class GraphLowering:
         self.gm = gm
         self.generates = generates
         self.comm_of = comm_of
-        self.made_by: dict[str, str] = {}  # buffer -> the op that wrote it
-        self.flying: set[str] = set()  # results of collectives that may be in flight
+        self.writer_of: dict[str, str] = {}  # buffer -> the op that wrote it
+        self.in_flight: set[str] = set()  # results of collectives that may be in flight
         self.copied_views: set[str] = set()  # copies of a view's elements, without the rest of the view's memory
         self.strided_from: dict[str, View] = {}  # copy made by `as_strided` -> the input's view that it strided over
 
@@ -172,10 +172,10 @@ class GraphLowering:
 
     def _order(self, node: Node, made: Sequence[IROp]) -> None:
         """Record the op that writes each buffer, and the ops after which the ops in `made` must run."""
-        self.made_by.update((name, op.name) for op in made for name in buffers_written(op))
+        self.writer_of.update((name, op.name) for op in made for name in buffers_written(op))
         mark = order_of(node)
         if mark is not None:
-            earlier = dict.fromkeys(self.made_by.get(leaf.buffer) for leaf in named_in(self._resolve(mark.args)))
+            earlier = dict.fromkeys(self.writer_of.get(leaf.buffer) for leaf in named_in(self._resolve(mark.args)))
             names = tuple(name for name in earlier if name is not None)
             self.graph.order.update({op.name: names for op in made if names})
 
@@ -273,7 +273,7 @@ class GraphLowering:
     def _communicate(self, node: Node, args: Any, kwargs: Any, comm: Any) -> Any:
         if is_wait(node):
             source = args[0]
-            if not isinstance(source, View) or source.buffer not in self.flying:
+            if not isinstance(source, View) or source.buffer not in self.in_flight:
                 return source  # a wait for a tensor that is not in flight returns the tensor itself
             result = View(node.name, source.layout)
             self.graph.aliases[result.buffer] = source.buffer
@@ -289,7 +289,7 @@ class GraphLowering:
         self.context.add(Start(node.name, call, comm.comm, provenance(node)))
         for view in call.mutates:
             self.context.rename(view)
-        self.flying.update(result.buffer for result in call.outputs)
+        self.in_flight.update(result.buffer for result in call.outputs)
         return self.context.results_of(call)
 
     def _resolve(self, tree: Any) -> Any:

@@ -138,7 +138,7 @@ class ReductionFunction(ScanningFunction):
         return self.simd(loop) if side_by_side else loop
 
     @contextmanager
-    def _each_row(self) -> Iterator[None]:
+    def _row_loop(self) -> Iterator[None]:
         """Write the loop over the rows of a tile, if there is one, around the lines written in this context."""
         row = self._lane_loop(side_by_side=False) if self.plan.rows is not None else None
         if row is not None:
@@ -181,11 +181,11 @@ class ReductionFunction(ScanningFunction):
             for part in accumulators:
                 self.line(f"{C_TYPE[part.reduce.dtype]} a{part.number}[{self.tile()}];")
         if self.plan.split is None:
-            kept = self._worth_keeping(reduces, known)
+            kept = self._worth_storing(reduces, known)
             for value in kept:
                 rows = "" if self.plan.rows is None else f"{self.tile()} * "
                 self.line(f"{C_TYPE[value.dtype]} row{self.number[value]}[{rows}{vector.size}];")
-        with self._each_row():
+        with self._row_loop():
             if self.plan.split is None:
                 self._totals(accumulators)
                 self._sweep(accumulators, known, None, kept)
@@ -201,7 +201,7 @@ class ReductionFunction(ScanningFunction):
                     self.line(result)
         for part in accumulators:
             known[part.reduce] = f"v{part.number}" if self.lanes is None else f"a{part.number}[lane]"
-        known.update((value, self._kept_place(value)) for value in kept)
+        known.update((value, self._stored_place(value)) for value in kept)
 
     def _short_row(self) -> tuple[str, int] | None:
         """Return the vector loop's variable and length if it runs over a whole short row, else None."""
@@ -211,14 +211,14 @@ class ReductionFunction(ScanningFunction):
             return None
         return (str(vector.symbol), int(vector.size)) if 1 < int(vector.size) <= SHORT_SUM else None
 
-    def _kept_place(self, value: Value) -> str:
+    def _stored_place(self, value: Value) -> str:
         """Return the element, for the current iteration, of the row in which `value` is stored."""
         vector = self.plan.vector
         assert vector is not None
         row = "" if self.plan.rows is None else f"{vector.size} * lane + "
         return f"row{self.number[value]}[{row}{vector.symbol}]"
 
-    def _worth_keeping(self, reduces: Sequence[Reduce], known: Mapping[Value, str]) -> list[Value]:
+    def _worth_storing(self, reduces: Sequence[Reduce], known: Mapping[Value, str]) -> list[Value]:
         """Return values of this pass that a later pass needs and that cost more to recompute than to store in a row."""
         plan = self.plan
         if plan.columns or plan.reduction or plan.vector is None or not plan.vector.size.is_Integer:
@@ -300,7 +300,7 @@ class ReductionFunction(ScanningFunction):
             positions = index_text(self._flat_position())
             lines = [text for part in accumulators for text in part.add(names[part.reduce.arg], positions)]
             lines += [self.store(store, names) for store in stores]
-            return lines + [f"{self._kept_place(value)} = {names[value]};" for value in kept]
+            return lines + [f"{self._stored_place(value)} = {names[value]};" for value in kept]
 
         partials = [part for part in accumulators if part.partial is not None]
         loops = [plain(loop, *self._range(loop, split)) for loop in plan.reduction]
@@ -379,7 +379,7 @@ class ReductionFunction(ScanningFunction):
         collapsed = 0
         if plan.split is not None:
             collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
-        with self._each_row():
+        with self._row_loop():
             roots = [value for store in stores for value in store.operands()]
             self.nest(loops, roots, known, lambda names: [self.store(store, names) for store in stores], collapsed)
 

@@ -61,7 +61,7 @@ class ScanningFunction(Function):
         if not isinstance(value, Scan):
             return super().statement(value, known)
         lane = "[lane]" if self.plan.columns else ""
-        return _moved_on(value, self.number[value], known[value.arg], f"int64_t({index_text(value.position)})", lane)
+        return _updated(value, self.number[value], known[value.arg], f"int64_t({index_text(value.position)})", lane)
 
     def _scans_of(self, roots: Iterable[Value], known: Mapping[Value, str]) -> list[Scan]:
         """Return the scans that `roots` need; a scan of another scan's result comes after it."""
@@ -74,7 +74,7 @@ class ScanningFunction(Function):
         if self.plan.columns or (vector.size.is_Integer and int(vector.size) <= _SHORT):
             return False
         given = self.needed([scan.arg for scan in scans], {})
-        return any(weight(value) >= EXPENSIVE for value in given) or not all(_waits(scan) for scan in scans)
+        return any(weight(value) >= EXPENSIVE for value in given) or not all(_fastest_in_order(scan) for scan in scans)
 
     def _nest_in_blocks(
         self,
@@ -142,7 +142,7 @@ def _extremes_of(scan: Scan) -> Scan:
     return Scan(scan.kind.removeprefix("arg"), scan.arg, scan.arg.dtype, scan.position)
 
 
-def _waits(scan: Scan) -> bool:
+def _fastest_in_order(scan: Scan) -> bool:
     """Whether no equally exact method is faster than scanning one element after another: see prelude.h."""
     return scan.kind == "prod" or (scan.kind == "sum" and not scan.dtype.is_floating_point)
 
@@ -187,7 +187,7 @@ def _states(scan: Scan, number: int) -> tuple[Variable, ...]:
     return (best, Variable("int64_t", f"{name}_at", "0")) if scan.kind.startswith("arg") else (best,)
 
 
-def _moved_on(scan: Scan, number: int, value: str, position: str, lane: str) -> str:
+def _updated(scan: Scan, number: int, value: str, position: str, lane: str) -> str:
     """Return an expression that updates the state by `value` and yields the scan's value; `lane` indexes the state."""
     state = f"scan{number}{lane}"
     kind = C_TYPE[scan.arg.dtype]

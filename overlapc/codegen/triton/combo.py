@@ -57,7 +57,7 @@ def combo_source(bodies: Sequence[Body], name: str, comment: str = "", tiling: T
         text += function_text(function.name, ["program", *made.parameters()], function.lines)
         counts = [int(function.programs.subs(part.known)) for part in parts]
         launched = f"{function.name}_of_all"
-        lines = _dealing(function, made, parts, counts)
+        lines = _dispatch(function, made, parts, counts)
         parameters = [*tensors.values(), *(f"all_{item.name}" for item in made.scratch)]
         parameters += [f"{key}: tl.constexpr = {value}" for key, value in made.constants.items()]
         text += function_text(launched, parameters, lines)
@@ -82,7 +82,7 @@ def _chosen(templates: Sequence[Template]) -> tuple[dict[sympy.Symbol, int], Til
     """Return the largest size, and a tiling for it."""
     first = templates[0]
     largest = {} if first.size is None else {SIZE: max(template.size or 0 for template in templates)}
-    return largest, _shared(tilings.choose(first.body, largest), len(templates))
+    return largest, _with_fewer_splits(tilings.choose(first.body, largest), len(templates))
 
 
 def _part(template: Template, types: Mapping[str, str], tensors: Mapping[tuple[str, str], str]) -> _Part:
@@ -90,7 +90,7 @@ def _part(template: Template, types: Mapping[str, str], tensors: Mapping[tuple[s
     return _Part(given, {} if template.size is None else {SIZE: template.size})
 
 
-def _shared(tiling: Tiling, parts: int) -> Tiling:
+def _with_fewer_splits(tiling: Tiling, parts: int) -> Tiling:
     """Return `tiling` with fewer splits if many parts fill the device together."""
     if tiling.form != "split":
         return tiling
@@ -98,7 +98,7 @@ def _shared(tiling: Tiling, parts: int) -> Tiling:
     return tiling.with_splits(min(tiling.splits, fewer))
 
 
-def _dealing(function: Function, made: Functions, parts: Sequence[_Part], counts: Sequence[int]) -> list[str]:
+def _dispatch(function: Function, made: Functions, parts: Sequence[_Part], counts: Sequence[int]) -> list[str]:
     """Return the launched function's lines: a binary search for the part of this program, and the call."""
     shape = made.shape
     firsts = [sum(counts[:at]) for at in range(len(parts))]

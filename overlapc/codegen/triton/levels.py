@@ -37,7 +37,7 @@ def accumulations(
     scans = scans or {}
     second = _partners(body) if joined else {}
     first = {later: sooner for sooner, later in second.items()}
-    values = _read(body, first) if first else body.values()
+    values = _without_joined(body, first) if first else body.values()
     depth: dict[Value, int] = {}
     levels: list[list[Accumulation]] = []
     for value in values:
@@ -75,7 +75,7 @@ def _partners(body: Body) -> dict[Reduce, Reduce]:
     return found
 
 
-def _read(body: Body, first: Mapping[Reduce, Reduce]) -> list[Value]:
+def _without_joined(body: Body, first: Mapping[Reduce, Reduce]) -> list[Value]:
     """Return the values in order, without those that only reductions read which are computed with their `first`."""
     read: set[Value] = set()
     roots: list[Value] = [value for store in body.stores for value in store.operands()]

@@ -37,13 +37,13 @@ def paired(accesses: Iterable[Access], axes: Mapping[str, tuple[Loop, ...]]) -> 
     found: dict[Access, Pair[Access]] = {}
     for (buffer, index), even in plain.items():
         odd = plain.get((buffer, sympy.expand(index + 1)))
-        axis = _axis(index, axes) if odd is not None else None
+        axis = _stride_2_axis(index, axes) if odd is not None else None
         if odd is not None and axis is not None:
             found[even] = found[odd] = Pair(even, odd, axis)
     return found
 
 
-def _axis(index: sympy.Expr, axes: Mapping[str, tuple[Loop, ...]]) -> str | None:
+def _stride_2_axis(index: sympy.Expr, axes: Mapping[str, tuple[Loop, ...]]) -> str | None:
     """Return the axis whose innermost loop has stride 2 in `index`, if `index` is always even, else None."""
     if any(exact_quotient(term, sympy.Integer(2)) is None for term in sympy.Add.make_args(sympy.expand(index))):
         return None

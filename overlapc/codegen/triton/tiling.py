@@ -155,7 +155,7 @@ def _elements(body: Body) -> int:
     return power_of_two(max(stored.values(), default=1))
 
 
-def _as_most_lie(
+def _in_memory_order(
     loops: tuple[Loop, ...], accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
 ) -> tuple[Loop, ...]:
     """Return `loops` in the order in which most accessed bytes are in memory, so that adjacent programs read adjacent
@@ -171,7 +171,7 @@ def _as_most_lie(
     return best if bytes_of[best] >= 2 * bytes_of[loops] else loops
 
 
-def _last(loops: Sequence[Loop], symbol: sympy.Symbol) -> tuple[Loop, ...]:
+def _with_innermost(loops: Sequence[Loop], symbol: sympy.Symbol) -> tuple[Loop, ...]:
     """Return `loops` with the loop of `symbol` innermost."""
     return tuple(sorted(loops, key=lambda loop: loop.symbol == symbol))
 
@@ -194,14 +194,14 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     most = votes[ranked[0]] if ranked else 0
     along: list[tuple[Loop, ...]] = []
     for symbol in ranked[:3]:
-        run = _run(body, symbol, accesses, sizes) if 4 * votes[symbol] >= most > 0 else ()
+        run = _contiguous_loops(body, symbol, accesses, sizes) if 4 * votes[symbol] >= most > 0 else ()
         if _length(run, sizes) >= min(_CUBE) and not any(loop in axis for axis in along for loop in run):
             along.append(run)
     if len(along) >= 2:
         return _tiled(body, along, sizes)
     loops = body.loops
     if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
-        loops = _last(loops, ranked[0])
+        loops = _with_innermost(loops, ranked[0])
     if _has_row_values(body, loops, sizes, accesses):
         # Rows of odd length are loaded one element at a time: four per thread (146 us; 16 per thread: 200; one H200).
         single = sizes[loops[-1].symbol] % 2
@@ -218,7 +218,7 @@ def _length(loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> int:
     return math.prod(sizes[loop.symbol] for loop in loops)
 
 
-def _run(
+def _contiguous_loops(
     body: Body, symbol: sympy.Symbol, accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
 ) -> tuple[Loop, ...]:
     """Return the loop of `symbol`, and while that is too short for a tile, the loops around it that continue it in
@@ -299,7 +299,7 @@ def _reduction(
     votes = _contiguous_bytes(inner, sizes)
     best = max(votes, key=lambda symbol: votes[symbol]) if votes else None
     rows, length = (math.prod(sizes[loop.symbol] for loop in loops) for loops in (body.loops, body.reduction))
-    by_rows = _as_most_lie(body.loops, inner, sizes)
+    by_rows = _in_memory_order(body.loops, inner, sizes)
     if any(store.is_total for store in body.stores):
         return _totals(body, by_rows, rows, length, best)
     columns = best is not None and votes[best] > 0 and best not in reduced
@@ -308,8 +308,8 @@ def _reduction(
     whole = max((access.bytes for access in inner), default=0)
     given = _Reduction(
         body=body,
-        x=_last(body.loops, best) if columns and best is not None else by_rows,
-        r=_last(body.reduction, best) if best in reduced and not fixed else body.reduction,
+        x=_with_innermost(body.loops, best) if columns and best is not None else by_rows,
+        r=_with_innermost(body.reduction, best) if best in reduced and not fixed else body.reduction,
         rows=rows,
         length=length,
         static=not free_symbols(loop.size for loop in body.reduction),
@@ -322,11 +322,11 @@ def _reduction(
         return _columns(given)
     across = max((loop.symbol for loop in body.loops), key=lambda symbol: votes[symbol], default=None)
     if across is not None and best is not None and not fixed and 4 * votes[across] >= votes[best] > 0:
-        return _both_ways(replace(given, x=_last(body.loops, across)))
+        return _contiguous_both_ways(replace(given, x=_with_innermost(body.loops, across)))
     row_limit = _PERSISTENT_LIMIT // (1 if given.streams <= 1 else 2 if given.streams <= 2 else 4)  # registers
     if given.passes == 1 or (given.stores and _branches(body)):
         row_limit = min(row_limit, _ONE_PASS_LIMIT)
-    return _whole_rows(given) if given.static and length <= row_limit else _pieces_of_rows(given)
+    return _whole_rows(given) if given.static and length <= row_limit else _looped_rows(given)
 
 
 def _branches(body: Body) -> bool:
@@ -351,20 +351,20 @@ def _columns(given: _Reduction) -> Tiling:
     if given.static and given.length <= rblock:
         return tiling
     # A pass that also stores is pipelined: otherwise loads would wait for the stores of the previous tile.
-    if given.stores and tile == 4096 and _ahead(given.body, tile) > _LARGE_AHEAD_BYTES:
+    if given.stores and tile == 4096 and _pipelined_bytes(given.body, tile) > _LARGE_AHEAD_BYTES:
         tiling = replace(tiling, rblock=rblock // 2, num_warps=max(1, warps // 2))
         tile //= 2
     stages = _stages(given.body, tile) if given.stores else 0
-    return _divided(given, replace(tiling, form="looped", num_stages=stages), 8 * MULTIPROCESSORS)
+    return _split_few_rows(given, replace(tiling, form="looped", num_stages=stages), 8 * MULTIPROCESSORS)
 
 
-def _both_ways(given: _Reduction) -> Tiling:
+def _contiguous_both_ways(given: _Reduction) -> Tiling:
     """Return a tiling for accesses contiguous along x and along r: whole cache sectors along both."""
     xblock, rblock = (min(size, power_of_two(extent)) for size, extent in ((32, given.rows), (128, given.length)))
     tiling = Tiling("persistent", given.x, xblock, _warps(xblock * rblock), r=given.r, rblock=rblock)
     if given.static and given.length <= rblock:
         return tiling
-    return _divided(given, replace(tiling, form="looped"), 8 * MULTIPROCESSORS)
+    return _split_few_rows(given, replace(tiling, form="looped"), 8 * MULTIPROCESSORS)
 
 
 def _whole_rows(given: _Reduction) -> Tiling:
@@ -379,13 +379,13 @@ def _whole_rows(given: _Reduction) -> Tiling:
     return Tiling("persistent", given.x, xblock, warps, r=given.r, rblock=rblock)
 
 
-def _pieces_of_rows(given: _Reduction) -> Tiling:
+def _looped_rows(given: _Reduction) -> Tiling:
     rblock = _clamp(64, power_of_two(given.length), 4096 if given.streams <= 2 else 2048)
     warps = _warps(rblock)
     if given.states >= 4:  # many registers per element, as for a mean and a variance
         rblock = max(64, rblock // 2)
     tiling = Tiling("looped", given.x, 1, warps, r=given.r, rblock=rblock)
-    tiling = _divided(given, tiling, 4 * MULTIPROCESSORS)
+    tiling = _split_few_rows(given, tiling, 4 * MULTIPROCESSORS)
     if tiling.form != "looped" or given.passes == 1:
         return tiling
     # The rows of all running programs should still be in the L2 cache when they are read again: for long rows, one
@@ -402,7 +402,7 @@ def _warps(tile: int) -> int:
     return _clamp(1, tile // 512, 16)
 
 
-def _divided(given: _Reduction, tiling: Tiling, most: int) -> Tiling:
+def _split_few_rows(given: _Reduction, tiling: Tiling, most: int) -> Tiling:
     """Return `tiling` with r divided among programs, about `most` at most, if there are too few rows."""
     programs = max(1, -(-given.rows // tiling.xblock))
     if programs >= 2 * MULTIPROCESSORS:
@@ -415,10 +415,10 @@ def _divided(given: _Reduction, tiling: Tiling, most: int) -> Tiling:
 
 def _stages(body: Body, tile: int) -> int:
     """Return the stages of a pipelined loop over tiles of `tile` elements; 0 if they do not fit in shared memory."""
-    return _STAGES if _ahead(body, tile) <= _AHEAD_BYTES else 0
+    return _STAGES if _pipelined_bytes(body, tile) <= _AHEAD_BYTES else 0
 
 
-def _ahead(body: Body, tile: int) -> int:
+def _pipelined_bytes(body: Body, tile: int) -> int:
     """Return the bytes of shared memory that a pipelined loop over tiles of `tile` elements uses."""
     axes = [{loop.symbol for loop in axis} for axis in (body.loops, body.reduction)]
     loads = [load for load in body.loads() if all(axis & load.index.free_symbols for axis in axes)]  # whole tiles
@@ -452,7 +452,7 @@ def _totals(body: Body, x: tuple[Loop, ...], rows: int, length: int, best: sympy
         xblock = min(max(1, tile // rblock), power_of_two(rows))
         num_warps, stages = _clamp(1, xblock * rblock // (32 * each), 32), _stages(body, xblock * rblock)
     programs = min(MULTIPROCESSORS * max(1, 256 // each // num_warps), -(-rows // xblock))
-    r = body.reduction if best is None else _last(body.reduction, best)
+    r = body.reduction if best is None else _with_innermost(body.reduction, best)
     return Tiling("totals", x, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs), num_stages=stages)
 
 
