@@ -1,4 +1,4 @@
-"""`overlapc doctor`: what this machine has, which parts of it overlapc would use, and what would be slow, and why."""
+"""`overlapc doctor`: checks what this machine has, what overlapc would use of it, and what would be slow and why."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from overlapc.runtime.cache import refusal
 from overlapc.runtime.toolchain import find_compiler
 from overlapc.units import human_bytes
 
-FAR = 0.20  # of what the profile says: a machine that is further off is worth measuring
-_FULL_BYTES = 2**30  # left on a disk: less than that is soon full of kernels
+FAR = 0.20  # relative difference from the profile above which measuring the machine is worthwhile
+_FULL_BYTES = 2**30  # free bytes below which kernels will soon fill the disk
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at; `hint` says what to do where something is wrong or would be slow."""
+    """The result of one check; `hint` says what to do if something is wrong or would be slow."""
 
     what: str
     found: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """Everything, one after the other; measures some seconds at the end."""
+    """Run all checks one after the other; the last ones measure for some seconds."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     yield compiler(device)
     yield from gpus()
@@ -49,20 +49,20 @@ def examine(config: Config) -> Iterator[Finding]:
 
 
 def compiler(device: torch.device) -> Finding:
-    """The C++ compiler: CPU kernels need it, GPU launches are faster with it."""
+    """Check the C++ compiler: CPU kernels need it, GPU launches are faster with it."""
     try:
         return Finding("C++ compiler", " ".join(find_compiler().command))
     except ToolchainError as error:
-        slow = "launches go through Python, which costs the host more" if device.type == "cuda" else str(error)
+        slow = "kernels are launched from Python, which takes more host time" if device.type == "cuda" else str(error)
         return Finding("C++ compiler", "none", f"{slow}: install g++")
 
 
 def gpus() -> Iterator[Finding]:
-    """Each device, and which of them reach each other's memory."""
+    """Check the devices, and which of them can access each other's memory."""
     count = torch.cuda.device_count()
     if not count:
         cores = cpus()
-        slow = "collectives of gloo and compute share a core" if cores < 2 else ""
+        slow = "gloo's collectives and compute share one core" if cores < 2 else ""
         yield Finding("devices", f"no GPU; {cores} cores, {torch.get_num_threads()} threads", slow)
         return
     for number in range(count):
@@ -72,45 +72,48 @@ def gpus() -> Iterator[Finding]:
         (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
     if count > 1 and not apart:
-        yield Finding("peer access", f"all {count} GPUs reach each other's memory")
+        yield Finding("peer access", f"all {count} GPUs can access each other's memory")
     if apart:
         pairs = ", ".join(f"{a} to {b}" for a, b in apart[:4]) + (" ..." if len(apart) > 4 else "")
         yield Finding(
-            "peer access", f"not from {pairs}", "transport=copy cannot serve them; collectives go through the host"
+            "peer access",
+            f"missing from {pairs}",
+            "transport=copy cannot be used between them; collectives go through host memory",
         )
 
 
 def libraries() -> Iterator[Finding]:
-    """The libraries for collectives."""
+    """Check the libraries for collectives."""
     if torch.cuda.is_available() and dist.is_nccl_available():
         yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     elif torch.cuda.is_available():
         yield Finding(
-            "NCCL", "not in this build of torch", "GPUs of one job talk through gloo: install torch with NCCL"
+            "NCCL", "not in this build of torch", "collectives of GPUs use gloo, which is slow: install torch with NCCL"
         )
     else:
         have = dist.is_available() and dist.is_gloo_available()
-        yield Finding("gloo", "there" if have else "not in this build of torch", "" if have else "no ranks on the CPU")
+        found, hint = ("available", "") if have else ("not in this build of torch", "ranks on the CPU cannot be used")
+        yield Finding("gloo", found, hint)
 
 
 def cache(config: Config) -> Finding:
-    """The folder of kernels and compiled steps: whether it will be used."""
+    """Check whether the folder of compiled kernels and steps will be used."""
     folder = config.cache_dir
     if not folder.exists():
-        return Finding("cache", f"{folder}, not made yet")
+        return Finding("cache", f"{folder}, not created yet")
     refused = refusal(folder)
     if refused is not None:
         return Finding("cache", f"{folder} is not used", refused)
     if not os.access(folder, os.W_OK):
-        return Finding("cache", f"{folder}, read only", "each process compiles what is not in it, and keeps nothing")
+        return Finding("cache", f"{folder}, read only", "code that is not in it is compiled again by each process")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free
-    hint = "the disk is almost full: processes would keep what they compile to themselves" if free < _FULL_BYTES else ""
+    hint = "the disk is almost full: newly compiled code may not be cached" if free < _FULL_BYTES else ""
     return Finding("cache", f"{folder}: {human_bytes(size)}, {human_bytes(free)} free", hint)
 
 
 def measured(device: torch.device, profile: DeviceProfile) -> Iterator[Finding]:
-    """How far this machine is from the profile, by a product and a copy as `overlapc calibrate` measures them."""
+    """Compare this machine with the profile, by a matrix product and a copy as `overlapc calibrate` measures them."""
     effort, dtype = (Effort.gpu(), "bf16") if device.type == "cuda" else (Effort.quick(), "fp32")
     measurement = Measurement(device, effort)
     measurement.warm_up()
@@ -125,8 +128,8 @@ def measured(device: torch.device, profile: DeviceProfile) -> Iterator[Finding]:
 def compared(what: str, reached: float, promised: float | None, unit: float, name: str) -> Finding:
     """A measured rate compared with the profile's."""
     if promised is None:
-        return Finding(what, f"{reached / unit:.3g} {name}; the profile does not know it", "overlapc calibrate")
+        return Finding(what, f"{reached / unit:.3g} {name}; not in the profile", "overlapc calibrate measures it")
     off = reached / promised - 1
     found = f"{reached / unit:.3g} {name}, {off:+.0%} from the profile's {promised / unit:.3g}"
-    slow = "another machine, or a busy one: overlapc calibrate --out my.json measures it, profile=my.json uses that"
+    slow = "another machine, or a busy one: measure it with `overlapc calibrate --out my.json`, and set profile=my.json"
     return Finding(what, found, slow if abs(off) > FAR else "")

@@ -1,4 +1,4 @@
-"""Environment variables set for a block of code: those that a launcher sets for its ranks."""
+"""Sets environment variables for a block of code, as a launcher does for its ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Within the block these variables have these values; after it their former ones, or none."""
+    """Set environment variables for the block, and restore their previous values afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

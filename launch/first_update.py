@@ -1,4 +1,4 @@
-"""Where the planning of a script ends: at its first optimizer step, which runs once for the memory that it needs."""
+"""Ends the planning of a script at its first optimizer step, which is run once to find the memory that it needs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from overlapc.runtime.steps import STEPS
 
 
 class Stepped(BaseException):
-    """The first optimizer has stepped: what follows is the same again. No `except Exception` of a script stops it."""
+    """Raised when the first optimizer has stepped, because later steps repeat the first one. It derives from
+    BaseException so that no `except Exception` of the script catches it."""
 
 
 class FirstUpdate:
-    """Ends a script where its first optimizer steps: lets that and all other optimizers that have gradients step, for
-    their state and for what is live meanwhile."""
+    """Ends a script at its first optimizer step. Before that, this optimizer and all others with gradients step once,
+    to count their state and the peak memory of the update."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, int] = {}  # graph -> before the first optimizer stepped
+        self.calls: dict[str, int] = {}  # graph -> number of calls before the first optimizer step
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of the script
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of the script
         self.peak_bytes = 0
-        self.not_counted: dict[str, None] = {}  # classes of optimizers whose state is not known, and why
-        self.closures: list[str] = []  # class of the first optimizer, if it is given a function that computes the loss
+        self.not_counted: dict[str, None] = {}  # classes of optimizers whose state is unknown, with the reason
+        self.closures: list[str] = []  # class of the first optimizer, if its `step` gets a closure
         self._began = False
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """torch tells of each module and optimizer that is made, and of the first step."""
+        """Hook the creation of modules and optimizers, and optimizer steps, inside the block."""
         init_optimizer = Optimizer.__init__
 
         def optimizer_made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -57,19 +58,20 @@ class FirstUpdate:
             yield
 
     def note_module(self, module: nn.Module, *_: object) -> None:
-        """The hook of all modules that get a part, but for those that Dynamo traces being made (a slice of a list)."""
+        """Record a module: the hook for registered submodules, parameters and buffers. Modules that are created while
+        Dynamo traces (a slice of a module list) are ignored."""
         if not torch.compiler.is_compiling():
             self.modules.add(module)
 
     def before_step(self, first: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The hook of all optimizers."""
+        """Let all optimizers step once and end the script: the hook that torch calls before any optimizer steps."""
         if self._began:
             return
         self._began = True
         closure = next((each for each in (*args[1:], *kwargs.values()) if callable(each)), None)
         if closure is not None:
             self.closures.append(type(first).__name__)
-            with torch.enable_grad():  # as `step` calls it
+            with torch.enable_grad():  # as in `step`
                 closure()
         self.calls = {name: calls for name, (calls,) in STEPS.counts.items()}
         others = [each for each in self.optimizers if each is not first]

@@ -1,7 +1,7 @@
-"""A small Llama: the model of the demo, of the examples and of the benchmarks.
+"""A small Llama: the model of the demo, the examples and the benchmarks.
 
-RMSNorm, rotary positions (in real arithmetic, so that every backend can compile them), grouped-query
-attention through `F.scaled_dot_product_attention`, SwiGLU, cross-entropy. `forward(tokens, targets)`
+It has RMSNorm, rotary positions (in real arithmetic, so that every backend can compile them), grouped-query
+attention by `F.scaled_dot_product_attention`, SwiGLU and cross-entropy. `forward(tokens, targets)`
 returns the loss, so that the whole forward is one graph.
 """
 
@@ -28,7 +28,7 @@ from overlapc.errors import ConfigError
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a model. `dim` is divided among `heads`; `heads` share `kv_heads` keys and values."""
+    """The shape of a model. `dim` is divided among `heads`; `heads` share `kv_heads` keys and values."""
 
     dim: int = 256
     layers: int = 6
@@ -47,34 +47,34 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
+        """The number of elements of one head."""
         return self.dim // self.heads
 
     @classmethod
     def llama_8b(cls, layers: int = 8, max_seq: int = 4096) -> LlamaConfig:
-        """The published 8B shape; 8 of its 32 layers unless more are asked for."""
+        """Return the published 8B shape, with 8 of its 32 layers by default."""
         return cls(4096, layers, 32, 8, 14336, 32_000, max_seq, 500_000.0)
 
     @classmethod
     def llama_70b(cls, layers: int = 80, max_seq: int = 4096) -> LlamaConfig:
-        """The published 70B shape, but for its vocabulary, which is the 8B's here."""
+        """Return the published 70B shape, except for its vocabulary, which is that of the 8B shape here."""
         return cls(8192, layers, 64, 8, 28672, 32_000, max_seq, 500_000.0)
 
     @classmethod
     def tiny(cls) -> LlamaConfig:
-        """Compiles in seconds: for tests."""
+        """Return a shape for tests, which compiles in seconds."""
         return cls(dim=32, layers=2, heads=4, kv_heads=2, ffn=64, max_seq=64)
 
 
 def rotary_tables(cfg: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position and frequency, `[max_seq, head_dim]` fp32, halves repeated."""
+    """Return cosines and sines of all positions and frequencies, fp32 `[max_seq, head_dim]`, with both halves equal."""
     frequency = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
     angle = torch.outer(torch.arange(cfg.max_seq, dtype=torch.float32), frequency)
     return torch.cat((angle.cos(), angle.cos()), -1), torch.cat((angle.sin(), angle.sin()), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns `x` `[batch, heads, seq, head_dim]` by its position, in fp32; keeps the dtype of `x`."""
+    """Rotate `x` `[batch, heads, seq, head_dim]` by its positions, in fp32. The result has the dtype of `x`."""
     low, high = x.float().chunk(2, dim=-1)
     turned = torch.cat((-high, low), dim=-1)
     return (x.float() * cos + turned * sin).to(x.dtype)
@@ -117,7 +117,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and beside a residual."""
+    """One layer: attention and feed-forward, each with a norm before it and a residual connection around both."""
 
     def __init__(self, cfg: LlamaConfig) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; `forward` gives the mean cross-entropy over all tokens as an fp32 scalar."""
+    """The whole model; `forward` returns the mean cross-entropy over all tokens as an fp32 scalar."""
 
     cos: Tensor
     sin: Tensor
@@ -150,7 +150,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Normal weights of deviation 0.02 and norms of one, the same on every rank."""
+        """Set weights to normal random numbers of deviation 0.02 and norms to one, the same on every rank."""
         generator = torch.Generator(device=self.embed.weight.device).manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -171,17 +171,17 @@ class Llama(nn.Module):
 
 
 def check_tensor_parallel(cfg: LlamaConfig, ways: int) -> None:
-    """ConfigError unless heads, feed-forward and vocabulary divide among `ways` ranks."""
+    """Raise ConfigError unless heads, feed-forward and vocabulary divide evenly among `ways` ranks."""
     for what, size in (("key-value heads", cfg.kv_heads), ("feed-forward", cfg.ffn), ("vocabulary", cfg.vocab)):
         if size % ways:
             raise ConfigError(f"--tp {ways} does not divide the {what} of this model ({size})")
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Splits heads, feed-forward and vocabulary over `mesh`, and the sequence between them; in place.
+    """Shard heads, feed-forward and vocabulary over `mesh`, and the sequence between them; in place.
 
-    The residual stream holds a part of the sequence on each rank, so each block gathers it twice and
-    scatters it twice. ConfigError when the model does not divide among the ranks.
+    Each rank has a part of the sequence in the residual stream, so each block all-gathers it twice and
+    reduce-scatters it twice. ConfigError if the model does not divide evenly among the ranks.
     """
     check_tensor_parallel(model.cfg, mesh.size())
     root: dict[str, ParallelStyle] = {

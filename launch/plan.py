@@ -1,4 +1,4 @@
-"""`overlapc plan`: passes on a schedule text, with no GPU and no ranks."""
+"""`overlapc plan SCHEDULE`: runs the passes on schedules in text form, without a GPU and without ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _HEADER = re.compile(r"^[ \t]*schedule[ \t]", re.MULTILINE)
 
 
 def plan_text(text: str, config: Config) -> Report:
-    """Every schedule in `text` through the passes of `config`, as the report of one rank.
+    """Run the passes of `config` on every schedule in `text`. Return the report of one rank.
 
-    `config.estimates` come before the times in the text, which stand otherwise; nodes without one are estimated from
-    `config.profile`, if one is named, else from the machine that the text was saved with, and are unknown where there
-    is none. ScheduleError for text that cannot be read or breaks a rule, ConfigError for text without any schedule.
+    A node's time is that of `config.estimates`, else that in the text, else an estimate from `config.profile` or from
+    the profile saved with the text; without any of these it is unknown. ScheduleError for text that cannot be parsed or
+    breaks a rule, ConfigError for text without any schedule.
     """
     named = None if config.profile is None else load_profile(config.profile)
     saved = kept(text)
@@ -57,12 +57,14 @@ def _as_the_user_says(schedule: Schedule, config: Config) -> Schedule:
 
 
 def parts(text: str) -> Iterator[str]:
-    """One text a schedule, each behind as many empty lines as came before it, so that errors count right."""
+    """Yield the text of each schedule, after as many empty lines as lines precede it, so that errors name its line."""
     starts = [match.start() for match in _HEADER.finditer(text)] or [0]
     if not text.strip():
         raise ConfigError("no schedule in this file: it is empty")
     if text.lstrip()[0] in "{[":
-        raise ConfigError("no schedule in this file: it holds JSON; of a record, overlapc report --save schedule.txt")
+        raise ConfigError(
+            "no schedule in this file: it contains JSON; for a record, run overlapc report FILE --save schedule.txt"
+        )
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
         before = text[:start] if start != starts[0] else ""
         lead = "\n" * before.count("\n")

@@ -1,9 +1,10 @@
-"""`overlapc plan --model`: the training step of a model on any number of ranks, planned in one process without a GPU.
+"""`overlapc plan --model`: plans the training step of a model on any number of ranks in one process without a GPU.
 
-The real graph is captured from fake tensors over torch's fake process group, as rank 0 of the job sees it, and goes
-through the whole pipeline up to its final schedule on a stored device profile. Of a model of many layers only a few are
-traced: its schedule is written from theirs (schedule/repeat.py), if three numbers of layers agree on how that goes.
-What only shows between layers farther apart than that (a fusion of the first with the last) would be taken to go on.
+The graph is captured with fake tensors and torch's fake process group, as rank 0 of the job sees it, and goes through
+the whole pipeline up to its final schedule on a stored device profile. If a model has many layers, models of a few
+layers are traced, and the schedule is extrapolated from theirs (schedule/repeat.py), if those for three numbers of
+layers are consistent. An effect that depends on the distance between layers (a fusion of the first with the last)
+is assumed to be the same in the large model.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ MODELS: dict[str, Callable[[], LlamaConfig]] = {
     "demo": LlamaConfig,
     "tiny": LlamaConfig.tiny,
 }
-# Numbers of layers that larger ones follow from. The first layer and the last are unlike those between, of which the
-# smallest of these models has one; a model of no more layers than are in all of them is traced itself.
+# Numbers of layers of the models that are traced for a larger one. The first and last layers differ from those in
+# between, so the smallest has one layer of each sort. A model with at most the sum of these is traced itself.
 FEW = (3, 4, 5)
-_MOST_RANKS = 2**17  # torch lists the ranks of every group
-_MOST_TOKENS = 2**24  # a row, or rows
+_MOST_RANKS = 2**17  # torch stores a list of the ranks of every group
+_MOST_TOKENS = 2**24  # limit of tokens per row, and of rows
 _MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """A model on a mesh. `batch` is rows a data-parallel rank."""
+    """A model on a mesh. `batch` is the number of rows per data-parallel rank."""
 
     shape: LlamaConfig
     replicate: int = 1
@@ -69,14 +70,17 @@ class PlanConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """The number of ranks of the job."""
         return self.replicate * self.dp * self.tp
 
     @classmethod
     def of(
         cls, model: str, mesh: str, world_size: int, seq: int, batch: int, layers: int, dtype: str, reshard: bool
     ) -> PlanConfig:
-        """From the command line; ConfigError for what does not fit together. 0 leaves a number to the rest."""
+        """Return the plan for arguments of the command line; ConfigError if they are invalid together.
+
+        world_size: 0 for the number of ranks of `mesh`. layers: 0 for all layers of the model.
+        """
         if model not in MODELS:
             raise ConfigError(unknown_name("model", model, MODELS))
         if dtype not in ("fp32", "bf16"):
@@ -85,7 +89,7 @@ class PlanConfig:
             if not 1 <= value <= _MOST_TOKENS:
                 raise ConfigError(f"--{name} {value}: from 1 to {_MOST_TOKENS}")
         if not 0 <= layers <= _MOST_LAYERS:
-            raise ConfigError(f"--layers {layers}: from 0, for all of the model, to {_MOST_LAYERS}")
+            raise ConfigError(f"--layers {layers}: from 0 (all layers of the model) to {_MOST_LAYERS}")
         if world_size < 0:
             raise ConfigError("--world-size cannot be negative")
         shape = dataclasses.replace(MODELS[model](), max_seq=seq)
@@ -99,14 +103,15 @@ class PlanConfig:
 
 
 def parse_mesh(text: str, world_size: int) -> dict[str, int]:
-    """`dp=128,tp=8` -> ranks by axis. An axis that is not named has one; `dp` takes what `world_size` leaves."""
+    """Parse `dp=128,tp=8` to ranks by axis. Axes that are not given have one rank, except `dp` with a `world_size`: it
+    gets the remaining ranks."""
     axes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, size = part.partition("=")
         if name not in AXES:
             raise ConfigError(unknown_name("mesh axis", name, AXES))
         if name in axes:
-            raise ConfigError(f"--mesh: {name} a second time")
+            raise ConfigError(f"--mesh: {name} is given twice")
         try:
             axes[name] = parse_count(size, _MOST_RANKS)
         except ConfigError as error:
@@ -123,17 +128,17 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
     elif world_size and world_size != named:
         raise ConfigError(f"--mesh {text} has {named} ranks, --world-size says {world_size}")
     if max(named, world_size) > _MOST_RANKS:
-        raise ConfigError(f"{max(named, world_size):,} ranks: plans are for at most {_MOST_RANKS:,}")
+        raise ConfigError(f"{max(named, world_size):,} ranks: a plan can have at most {_MOST_RANKS:,}")
     return {name: axes.get(name, 1) for name in AXES}
 
 
 def plan_model(cfg: PlanConfig, options: Config, *, whole: bool = False) -> Report:
-    """The report of rank 0's forward and backward. ConfigError where a process group exists already.
+    """Plan a training step. Return the report of rank 0's forward and backward.
 
-    whole: every layer is traced, however many there are.
+    whole: trace every layer, however many there are. ConfigError if this process already has a process group.
     """
     if dist.is_initialized():
-        raise ConfigError("planning needs a process of its own: this one has a process group")
+        raise ConfigError("planning needs a separate process: this one already has a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cfg.world_size)
     before = len(record.report_of_process().steps[0].graphs)
     try:
@@ -148,16 +153,17 @@ def plan_model(cfg: PlanConfig, options: Config, *, whole: bool = False) -> Repo
 
 
 def _plan_from_few(cfg: PlanConfig, options: Config, mesh: DeviceMesh) -> bool:
-    """Plan forward and backward as they follow from models of few layers; False, and a warning, if they do not."""
+    """Plan forward and backward by extrapolating from models of few layers; False, with a warning, if that fails."""
     found = [_schedules(cfg, layers, options, mesh) for layers in FEW]
     planned: list[tuple[Schedule, Context]] = []
     try:
-        for same in zip(*found, strict=True):  # forward in models of few layers, then backward
+        for same in zip(*found, strict=True):  # the forwards of the models of few layers, then their backwards
             schedules = {layers: schedule for layers, (schedule, _) in zip(FEW, same, strict=True)}
             planned.append((repeated(schedules, cfg.shape.layers), same[0][1]))
     except Irregular as why:
         warnings.warn(
-            f"all {cfg.shape.layers} layers are traced, which takes longer, as they do not follow from {FEW}: {why}",
+            f"all {cfg.shape.layers} layers are traced, which takes longer, because their schedule cannot be"
+            f" extrapolated from models of {', '.join(map(str, FEW))} layers: {why}",
             stacklevel=3,
         )
         return False
@@ -167,7 +173,7 @@ def _plan_from_few(cfg: PlanConfig, options: Config, mesh: DeviceMesh) -> bool:
 
 
 def _schedules(cfg: PlanConfig, layers: int, options: Config, mesh: DeviceMesh) -> list[tuple[Schedule, Context]]:
-    """Forward and backward of the model with so many layers, as passes would be given them."""
+    """Return the schedules of forward and backward of the model with `layers` layers, before the passes."""
     found: list[tuple[Schedule, Context]] = []
     few = dataclasses.replace(cfg, shape=dataclasses.replace(cfg.shape, layers=layers))
     _trace(few, options, mesh, partial(schedule_only, options=options, found=lambda *graph: found.append(graph)))
@@ -175,7 +181,7 @@ def _schedules(cfg: PlanConfig, layers: int, options: Config, mesh: DeviceMesh) 
 
 
 def _trace(cfg: PlanConfig, options: Config, mesh: DeviceMesh, backend: Callable[..., Any]) -> None:
-    """Forward and backward of the model through `backend`, on fake tensors."""
+    """Compile forward and backward of the model with `backend`, on fake tensors."""
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), gc_paused():
         model = Llama(cfg.shape)
@@ -184,7 +190,7 @@ def _trace(cfg: PlanConfig, options: Config, mesh: DeviceMesh, backend: Callable
         how = DemoConfig(cfg.world_size, "cpu", cfg.dtype, cfg.tp, cfg.replicate, reshard=cfg.reshard)
         shard("overlapc", model, how, mesh)
         if isinstance(model, FSDPModule) and not profile_of(options, {"cpu"}).synchronous:
-            model.set_gradient_divide_factor(1.0, recurse=True)  # on GPUs NCCL averages, and no kernel divides
+            model.set_gradient_divide_factor(1.0, recurse=True)  # on GPUs, NCCL averages and no kernel divides
         tokens, targets = (torch.zeros(cfg.batch, cfg.seq, dtype=torch.int64) for _ in range(2))
         if options.trace_once:
             replay_equal_blocks()

@@ -1,8 +1,8 @@
-"""`overlapc plan train.py`: the step of a user's own script on any number of ranks, in one process without a GPU.
+"""`overlapc plan train.py`: plans the step of a user's script on any number of ranks, in one process without a GPU.
 
-The script runs as rank 0 of the job, on fake tensors and torch's fake process group, up to where its first optimizer
-steps (first_update.py); what it compiles until then, with any backend, is planned (planned_compile.py). CUDA devices
-stand for the CPU meanwhile, and values of tensors are not known (without_gpus.py).
+The script runs as rank 0 of the job, on fake tensors and torch's fake process group, up to its first optimizer step
+(first_update.py). Everything that it compiles until then, with any backend, is planned (planned_compile.py). Meanwhile
+CUDA devices are replaced by the CPU, and values of tensors are unknown (without_gpus.py).
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from overlapc.report import record
 from overlapc.report.record import Report
 from overlapc.runtime.steps import STEPS
 
-MOST_RANKS = 2**17  # torch lists the ranks of every group
+MOST_RANKS = 2**17  # torch stores a list of the ranks of every group
 _NEEDS_VALUES = (
-    "a branch or a shape depends here on values of tensors, and the script runs on tensors that hold none: plan a"
+    "a branch or a shape depends on the values of tensors here, and the script runs on tensors without values: plan a"
     " variant of it that needs no values (a fixed capacity, no check of the loss), or move this after the first"
     " optimizer step"
 )
 _NEEDS_MORE = (
-    "the script runs up to its first optimizer step on tensors that hold no values, without other ranks; what needs"
-    " either (evaluation, checkpoints, object collectives) must come after it"
+    "up to its first optimizer step, the script runs on tensors without values and without other ranks; code that"
+    " needs either (evaluation, checkpoints, object collectives) must come after that step"
 )
 
 
 def plan_script(
     path: Path, arguments: Sequence[str], world_size: int, per_host: int, options: Config
 ) -> tuple[Report, list[str]]:
-    """The report of rank 0's first step, and what was assumed of the script beyond its text.
+    """Plan a script. Return the report of rank 0's first step, and the assumptions that were made about the script.
 
-    per_host: ranks of one host, as the script is told. ConfigError for a script that fails, or compiles nothing before
-    it steps.
+    per_host: the number of ranks per host that the script sees. ConfigError for a script that fails, or that compiles
+    nothing before its first optimizer step.
     """
     if dist.is_initialized():
-        raise ConfigError("planning needs a process of its own: this one has a process group")
+        raise ConfigError("planning needs a separate process: this one already has a process group")
     if not path.is_file():
         raise ConfigError(f"no script {path}")
     torch._dynamo.reset()
@@ -81,30 +81,30 @@ def plan_script(
         if dist.is_initialized():
             dist.destroy_process_group()
     if not step.graphs:
-        raise ConfigError(f"{path} compiles nothing before its first optimizer steps: it needs torch.compile(model)")
+        raise ConfigError(f"{path} compiles nothing before its first optimizer step: it needs torch.compile(model)")
     zeros = ", ".join(machine.zeros)
     if zeros and compiles.given_empty:
         raise ConfigError(
-            f"{path} calls a compiled graph with a tensor that has no elements. Planning takes whole numbers that a"
-            f" script reads from tensors for 0, and here one of them is a size: {zeros}\n"
-            "hint: for a plan, write that size as a number"
+            f"{path} calls a compiled graph with a tensor that has no elements. In a plan, integers that a script reads"
+            f" from tensors are 0, and here one of them is a size: {zeros}\n"
+            "hint: for the plan, write that size as a number"
         )
-    assumptions = ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"] if compiles.adopted else []
+    assumptions = ["FSDP2 is adopted, as by model = overlapc.adopt_fsdp2(model)"] if compiles.adopted else []
     if compiles.by_blocks:
         assumptions.append(
-            f"{sum(compiles.by_blocks)} modules that it compiles one by one within a module of FSDP2 as after"
-            " torch.compile of that, without which no communication is in a graph"
+            f"{sum(compiles.by_blocks)} modules that the script compiles one by one are planned with the FSDP2 module"
+            " around them as one graph, because their own graphs contain no communication"
         )
     if zeros:
-        assumptions.append(f"whole numbers that it reads from tensors are 0, as indices are ({zeros})")
+        assumptions.append(f"integers that the script reads from tensors, such as indices, are 0 ({zeros})")
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in update.modules):
-        assumptions.append("SyncBatchNorm as BatchNorm, without the small reductions of its statistics")
-    assumptions += [f"one call of the closure that {name}.step is given" for name in update.closures]
-    assumptions += [f"without the state of {reason}" for reason in update.not_counted]
+        assumptions.append("SyncBatchNorm is planned as BatchNorm, without the small reductions of its statistics")
+    assumptions += [f"{name}.step calls its closure once" for name in update.closures]
+    assumptions += [f"optimizer state is not counted for {reason}" for reason in update.not_counted]
     if world_size > 1 and not any(graph.collectives for graph in step.graphs):
         assumptions.append(
-            f"no communication between {world_size} ranks, as no compiled graph has any: the script did not shard its"
-            " model here (a trainer may do that only where it finds a GPU)"
+            f"no communication between {world_size} ranks, because no compiled graph contains any: the script did not"
+            " shard its model here (some trainers do so only if they find a GPU)"
         )
     step = replace(step, world_size=world_size, calls=calls, update_peak_bytes=update.peak_bytes)
     return Report((step,)), assumptions
@@ -113,7 +113,7 @@ def plan_script(
 def _run(path: Path) -> None:
     try:
         with torch.random.fork_rng(devices=()), FakeTensorMode(allow_non_fake_inputs=True):
-            torch.manual_seed(0)  # what a script draws to cut its data is the same in each plan
+            torch.manual_seed(0)  # random indices into the script's data are the same in each plan
             exec(compile(path.read_bytes(), str(path), "exec"), _MAIN.__dict__)
     except Stepped:
         pass
@@ -125,7 +125,7 @@ def _run(path: Path) -> None:
 
 
 def _failed(path: Path, error: Exception) -> str:
-    """The error of a script, at the innermost line outside of torch and overlapc."""
+    """Return the message for an error of a script, with the innermost line outside of torch and overlapc."""
     last = _last_frame(error)
     inner = getattr(error, "inner_exception", error)
     first = next(iter(str(inner).strip().splitlines()), "")
@@ -137,17 +137,18 @@ def _failed(path: Path, error: Exception) -> str:
 
 
 def _last_frame(error: Exception) -> traceback.FrameSummary:
-    """The innermost frame of an error that is outside of torch and overlapc, if there is one."""
+    """Return the innermost frame outside of torch and overlapc, or the innermost of all if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     return ([frame for frame in frames if not frame.filename.startswith(NOT_THE_SCRIPT)] or frames)[-1]
 
 
-_MAIN = ModuleType("__main__")  # of every script: Dynamo remembers which module has a name
+_MAIN = ModuleType("__main__")  # the same module for every script, because Dynamo caches modules by name
 
 
 @contextlib.contextmanager
 def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """The script's name, arguments and folder are what Python would make them; its imports are dropped afterwards."""
+    """Set up `sys.argv`, `sys.path` and `__main__` as for `python script` inside the block; drop the script's imports
+    afterwards."""
     folder = path.resolve().parent
     argv, folders, main, known = sys.argv, list(sys.path), sys.modules["__main__"], set(sys.modules)
     sys.argv = [str(path), *arguments]
@@ -164,6 +165,6 @@ def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _is_of(folder: Path, module: ModuleType) -> bool:
-    """Whether a module is a file of the script's folder, and no installed one nor ours."""
+    """Whether a module is a file in the script's folder, and neither an installed one nor ours."""
     file = Path(getattr(module, "__file__", None) or "/")
     return folder in file.parents and "site-packages" not in file.parts and not str(file).startswith(NOT_THE_SCRIPT)

@@ -1,4 +1,4 @@
-"""torch.compile as a planned script calls it: whatever its backend, graphs are planned; FSDP2 is adopted first."""
+"""Replaces torch.compile while a script is planned: graphs of any backend are planned, and FSDP2 is adopted first."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ class PlannedCompile:
 
     def __init__(self, options: Config) -> None:
         self.adopted: list[nn.Module] = []
-        self.by_blocks: list[int] = []  # how many blocks of a module of FSDP2 were compiled one by one
-        self.given_empty = False  # a graph was given a tensor without elements, which is no parameter
+        self.by_blocks: list[int] = []  # for each FSDP2 module, the number of its blocks that were compiled one by one
+        self.given_empty = False  # whether a graph was called with an empty tensor that is not a parameter
         self._options = options
         self._modules: Any = ()
-        self._unadopted: dict[nn.Module, dict[str, Any]] = {}  # compiled before FSDP2 managed it -> how
+        self._unadopted: dict[nn.Module, dict[str, Any]] = {}  # compiled before FSDP2 managed it -> compile arguments
 
     @contextlib.contextmanager
     def instead_of_torch(self, modules: Any) -> Iterator[None]:
-        """torch.compile and Module.compile are those of this object; `modules` has every module that was made."""
+        """Replace torch.compile and Module.compile by those of this object inside the block.
+
+        modules: all modules that the script has created so far.
+        """
         global _current
         self._modules = modules
         with Patches() as patches:
@@ -46,18 +49,18 @@ class PlannedCompile:
                 _current = None
 
     def compile(self, model: Any = None, **given: Any) -> Any:
-        """Stands for torch.compile."""
+        """Replaces torch.compile."""
         if isinstance(model, nn.Module) and _is_of_fsdp2(model):
             self._adopt(model)
         given.update(backend=self._plan, mode=None, options=None)
         made = _torch_compile(model, **given)
         if isinstance(made, nn.Module) and not any(isinstance(each, fsdp.FSDPModule) for each in made.modules()):
-            self._unadopted[made] = given  # it may be a block of what is sharded later
+            self._unadopted[made] = given  # it may be a block of a module that is sharded later
             self._watch_first_call()
         return made
 
     def compile_in_place(self, module: nn.Module, given: dict[str, Any]) -> None:
-        """Stands for Module.compile."""
+        """Replaces Module.compile."""
         self._unadopted[module] = given
         self._watch_first_call()
         if _is_of_fsdp2(module) and not _fsdp2_manages(module):
@@ -75,21 +78,21 @@ class PlannedCompile:
         self.adopted.append(adopt_fsdp2(module))
         within = set(module.modules())
         for made in [each for each in self._unadopted if getattr(each, "_orig_mod", each) in within]:
-            del self._unadopted[made]  # Fabric compiles a model again when it has sharded it
+            del self._unadopted[made]  # Fabric compiles a model again after sharding it
         if not self._unadopted:
             _watch_no_call()
 
     def _watch_first_call(self) -> None:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            _watch_no_call()  # now: Dynamo would trace it
+            _watch_no_call()  # before the call below, in which Dynamo would trace the hook
             self._before_first_call()
             return module(*args, **kwargs)
 
         setattr(fsdp.FSDPModule, _CALL, call)
 
     def _before_first_call(self) -> None:
-        """Before any module of FSDP2 runs, the outermost of those that were compiled, or hold blocks that were, is
-        adopted. Blocks that are compiled one by one are planned as if the whole module were."""
+        """Adopt the outermost FSDP2 modules that were compiled or that contain compiled blocks; called before any FSDP2
+        module runs. Blocks that are compiled one by one are planned as if the whole module were compiled."""
         managed = [each for each in self._modules if _fsdp2_manages(each)]
         inner = {each for outer in managed for each in outer.modules() if each is not outer}
         for outer in managed:
@@ -109,7 +112,7 @@ _current: PlannedCompile | None = None
 
 
 def _compile(model: Any = None, **given: Any) -> Any:
-    """What torch.compile is while a script is planned. Lightning keeps it: outside of plans it is torch's."""
+    """Replaces torch.compile while a script is planned. Lightning calls it even later; then it is torch's."""
     return _torch_compile(model, **given) if _current is None else _current.compile(model, **given)
 
 
@@ -123,7 +126,7 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 def _is_of_fsdp2(model: nn.Module) -> bool:
-    """Whether `model` is sharded by FSDP2 as it stands: compiled so, nothing that it communicates would be planned."""
+    """Whether `model` contains modules that FSDP2 manages: compiled like that, no communication is in its graphs."""
     return any(map(_fsdp2_manages, model.modules()))
 
 

@@ -1,7 +1,7 @@
-"""`overlapc run --watchdog S`: prints the stacks of all ranks and ends the job when steps stop.
+"""`overlapc run --watchdog S`: prints the stacks of all ranks and ends the job if no optimizer step ends in time.
 
-A thread of each rank tells of optimizer steps through a file of the run's folder. When none comes in time the launching
-process asks all ranks for their stacks, which one that is stopped cannot give, and ends them.
+A thread of each rank reports optimizer steps through a file in the run's folder. If no step is reported in time, the
+launching process requests the stacks of all ranks (a stopped process cannot answer) and ends them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ from types import FrameType
 from overlapc.estimators.agreement.departures import rank_dir
 from overlapc.launch.watching import WatchThread
 
-SECONDS = "OVERLAPC_WATCHDOG_S"  # how the launching process tells its ranks
+SECONDS = "OVERLAPC_WATCHDOG_S"  # variable by which the launching process tells its ranks the time limit
 _BEAT, _ASKED, _STACKS, _PID = "beat", "stacks.wanted", "stacks.txt", "pid"
 _LOOK_S = 0.2
-_ANSWER_S = 5.0  # for ranks to write their stacks
-_FRAMES = 12  # of a stack, the innermost
-_FIRST = 10  # times as long may the first step take, which compiles
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "ended", "D": "in the kernel", "R": "runs", "S": "waits"}
+_ANSWER_S = 5.0  # time that ranks have to write their stacks
+_FRAMES = 12  # how many innermost frames of a stack are shown
+_FIRST = 10  # the first step, which compiles, may take this many times the limit
+_STATES = {
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "ended",
+    "D": "in the kernel",
+    "R": "running",
+    "S": "waiting",
+}
 
 
 def tell_of_steps(run_dir: Path, rank: int) -> None:
-    """Called by a rank before its script: begins its thread."""
+    """Start the thread that reports steps; each rank calls this before its script."""
     from overlapc.runtime.steps import STEPS, watch_optimizers
 
     watch_optimizers()
@@ -52,20 +59,20 @@ def tell_of_steps(run_dir: Path, rank: int) -> None:
 
 
 def _stacks() -> Iterator[str]:
-    """Of every thread that is in Python but this one, the main thread first."""
+    """Yield the lines of the stacks of all Python threads except this one, the main thread first."""
     main, own = threading.main_thread().ident, threading.get_ident()
     frames = sys._current_frames()
     for ident in sorted(frames, key=lambda each: each != main):
         if ident == own:
             continue
-        name = next((thread.name for thread in threading.enumerate() if thread.ident == ident), "of torch")
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == ident), "(of torch)")
         yield f"  thread {name}{_graph(frames[ident])}"
         for line in traceback.format_stack(frames[ident])[-_FRAMES:]:
             yield "    " + line.rstrip().replace("\n", "\n    ")
 
 
 def _graph(frame: FrameType | None) -> str:
-    """The compiled graph that a stack is in, and its node: where it waits, the collective."""
+    """Return the compiled graph that a stack is in and its current line, which names the collective it waits for."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith("<overlapc "):
@@ -76,7 +83,7 @@ def _graph(frame: FrameType | None) -> str:
 
 
 class StallWatch(WatchThread):
-    """Looks for steps while its `with` block runs; `findings` says what it found when it ended the ranks."""
+    """Watches for steps while its `with` block runs; `findings` is the message if it has ended the ranks, else ""."""
 
     def __init__(self, run_dir: Path, ranks: Iterable[int], seconds: float) -> None:
         self._run_dir, self._ranks, self._seconds = run_dir, sorted(ranks), seconds
@@ -112,11 +119,13 @@ class StallWatch(WatchThread):
             not self._of(rank, _STACKS).exists() and self._state(rank) != _STATES["T"] for rank in self._ranks
         ):
             time.sleep(_LOOK_S)
-        lines = [f"no step ended in {limit_s:g} s, after {steps} that did; every rank of this host was ended"]
+        lines = [
+            f"no optimizer step ended within {limit_s:g} s, after {steps} steps; all ranks of this host were ended"
+        ]
         for rank in self._ranks:
             stacks = self._of(rank, _STACKS)
             lines.append(f"rank {rank}, {self._state(rank)}")
-            lines.append(stacks.read_text() if stacks.exists() else "  it gave no stack: its process does not run")
+            lines.append(stacks.read_text() if stacks.exists() else "  no stack: the process did not answer")
         self.findings = "\n".join(lines)
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""Plans for several jobs, and the hardware that they are planned for."""
+"""Plans several jobs in one sweep, and the hardware that they are planned for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from overlapc.units import parse_count
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(b|B)/s")
 _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_AS_ASSUMED = " as assumed"  # in the name of a profile that the command line changed
-_MOST = 64  # plans of one sweep
+_AS_ASSUMED = " as assumed"  # suffix of the name of a profile that command line options changed
+_MOST = 64  # limit on the plans of one sweep
 
 
 def counts(text: str, name: str, most: int) -> list[int]:
-    """`8,64,512`; ConfigError for anything but whole numbers from 0 to `most`."""
+    """Parse `8,64,512`; ConfigError for anything except whole numbers from 0 to `most`."""
     try:
         return [parse_count(part.strip(), most) for part in text.split(",")]
     except ConfigError as error:
@@ -31,7 +31,7 @@ def counts(text: str, name: str, most: int) -> list[int]:
 
 
 def points(axes: Axes) -> list[Point]:
-    """Every combination, the last axis fastest. ConfigError for more than one table is good for."""
+    """Return all combinations of the axes' values, the last axis fastest. ConfigError for more than 64."""
     found: list[Point] = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     if len(found) > _MOST:
         raise ConfigError(f"{len(found)} plans in one sweep: at most {_MOST}")
@@ -39,7 +39,7 @@ def points(axes: Axes) -> list[Point]:
 
 
 def sweep(axes: Axes, plan: Callable[[Point], Report]) -> Iterator[tuple[Point, Outcome]]:
-    """The step of each plan, or why it does not fit into the memory."""
+    """Yield each point with its planned step, or with the reason why it does not fit into memory."""
     for point in points(axes):
         try:
             yield point, plan(point).steps[0]
@@ -48,9 +48,10 @@ def sweep(axes: Axes, plan: Callable[[Point], Report]) -> Iterator[tuple[Point, 
 
 
 def hardware(name: str, per_host: int, network: str, folder: Path) -> tuple[str, DeviceProfile]:
-    """The profile of that name; with hosts of so many GPUs (0: its own) or another network, a file of it in `folder`.
+    """Return the name or file of a profile, and the profile. If it is changed, it is written to a file in `folder`.
 
-    network: of one GPU, like 400Gb/s; "": its own. ConfigError for what is no rate.
+    per_host: GPUs per host; 0 leaves the profile's. network: rate of one GPU's network, like 400Gb/s; "" leaves the
+    profile's. ConfigError if it is not a rate.
     """
     profile = load_profile(name)
     if not per_host and not network:
@@ -71,16 +72,16 @@ def hardware(name: str, per_host: int, network: str, folder: Path) -> tuple[str,
 def _rate(text: str) -> float:
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match[1]):
-        raise ConfigError(f"--network {text}: write it like 400Gb/s or 50GB/s, of one GPU")
+        raise ConfigError(f"--network {text}: write the rate of one GPU's network like 400Gb/s or 50GB/s")
     return float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "b" else 1)
 
 
 def assumed(profile: DeviceProfile, *more: str) -> str:
-    """What plans take for granted of the machine, each with where it comes from."""
+    """Return the line that lists the assumptions of plans about the machine, each with its source, and `more`."""
     origins = profile.origins
     parts = [f"{profile.name.removesuffix(_AS_ASSUMED)} ({origins.get('', 'not stated')})"]
-    parts.append(f"hosts of {profile.ranks_per_host} ({origins.get('ranks_per_host', 'not stated')})")
+    parts.append(f"{profile.ranks_per_host} GPUs per host ({origins.get('ranks_per_host', 'not stated')})")
     if profile.network_link is not None:
         rate = profile.network_link.bytes_per_s / 1e9
-        parts.append(f"{rate:.3g} GB/s a GPU between hosts ({origins.get('network_link', 'not stated')})")
+        parts.append(f"{rate:.3g} GB/s per GPU between hosts ({origins.get('network_link', 'not stated')})")
     return "assumed      " + "; ".join([*parts, *more])

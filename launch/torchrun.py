@@ -1,4 +1,4 @@
-"""Runs a command on N ranks of this host with torch's elastic launcher, and says once what went wrong."""
+"""Runs a command on N ranks of this host with torch's elastic launcher, and reports the first error once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class JobFailed(OverlapcError):
-    """A rank failed. `exit_code` is what the command should exit with."""
+    """A rank failed. `exit_code` is the code that the command should exit with."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -37,35 +37,36 @@ class RankError:
     """The error that a rank's excepthook wrote (launch/worker.py)."""
 
     rank: int
-    at_ns: int  # wall clock, to find the first
+    at_ns: int  # wall clock time, to find the first error
     message: str
-    traceback: str  # empty for errors that overlapc raised on purpose
+    traceback: str  # empty for errors that overlapc raised deliberately
     exit_code: int
-    lost_another: bool = False  # the connection to another rank, which then ended first
+    lost_another: bool = False  # the rank lost its connection to another rank, which ended before it
 
     def write(self, run_dir: Path) -> None:
-        """Leaves this error where the launching process looks for it."""
+        """Write this error to the file where the launching process looks for it."""
         target = rank_dir(run_dir, self.rank) / "error.json"
         target.write_text(json.dumps({slot: getattr(self, slot) for slot in self.__dataclass_fields__}))
 
     @classmethod
     def read(cls, path: Path) -> RankError:
-        """The error in an `error.json`."""
+        """Read the error in an `error.json`."""
         return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the launchers of a job's hosts meet, in torchrun's words; by itself, a job of this host."""
+    """The rendezvous of the launchers on a job's hosts, as torchrun's options; the default is a job on this host."""
 
-    nnodes: str = "1"  # hosts, or MIN:MAX
-    endpoint: str = ""  # HOST[:PORT] of one of them
-    run_id: str = ""  # the same on all hosts, another for each job that meets at this endpoint
-    max_restarts: int = 0  # of all ranks after one has failed
+    nnodes: str = "1"  # number of hosts, or MIN:MAX
+    endpoint: str = ""  # HOST[:PORT] of one of the hosts
+    run_id: str = ""  # equal on all hosts, and different for each job that uses this endpoint
+    max_restarts: int = 0  # how often all ranks are restarted after one has failed
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """The fewest and the most hosts; ConfigError for what is no such range, or has nowhere to meet."""
+        """The minimum and maximum number of hosts; ConfigError for an invalid range, or for several hosts without an
+        endpoint."""
         low, _, high = self.nnodes.partition(":")
         try:
             fewest, most = int(low), int(high or low)
@@ -74,7 +75,9 @@ class Meeting:
         if not 1 <= fewest <= most:
             raise ConfigError(f"--nnodes {self.nnodes}: a number of hosts, or MIN:MAX")
         if most > 1 and not self.endpoint:
-            raise ConfigError(f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT, where the hosts meet")
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT, one of the hosts, for their rendezvous"
+            )
         return fewest, most
 
 
@@ -87,20 +90,20 @@ def run_ranks(
     watchdog_s: float = 0.0,
     meeting: Meeting | None = None,
 ) -> Path:
-    """Runs `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks of this host and waits for them.
+    """Run `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks of this host and wait for them.
 
-    Every rank inherits this process's output. JobFailed names the rank that failed first, with its message, and its
-    traceback when the error was not one of overlapc's; after Ctrl-C it says that, and every rank has ended. Returns the
-    folder of what ranks left: `run_dir`, or one in it if they were started again.
+    Every rank inherits this process's output. Return the folder of the files that ranks wrote: `run_dir`, or one in it
+    if ranks were restarted. Raise JobFailed if a rank fails: it names the rank that failed first, with its message, and
+    its traceback unless overlapc raised the error. Also raised after Ctrl-C, when every rank has ended.
 
-    watchdog_s: how long a step may take until all ranks say where they stand, and end; 0: as long as it wants.
+    watchdog_s: if a step takes longer, all ranks print their stacks and are ended; 0: no limit.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from overlapc.launch.attempts import Attempts  # which needs torch
+    from overlapc.launch.attempts import Attempts  # imports torch
 
     meeting = meeting or Meeting()
     fewest, most = meeting.nodes
@@ -108,12 +111,13 @@ def run_ranks(
     threads = str(max(1, cpus() // nproc))
     settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     if most > 1:
-        # Ranks of a launcher's own store look under the number of restarts, of which each host counts only those after
-        # failures of its own ranks: they would find addresses of an earlier attempt. Without it, each has its own.
+        # With a shared store, ranks look up addresses by the number of restarts. Each host counts only restarts after
+        # failures of its own ranks, so they would find addresses of an earlier attempt. Without it, each attempt has a
+        # store of its own.
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if watchdog_s:
         settings[SECONDS] = str(watchdog_s)
-    # torchrun leaves a folder of its own behind for each run, which holds nothing that is not in `run_dir`.
+    # A temporary folder for torchrun's own files, which contain nothing that is not in `run_dir`.
     with (
         environment({**settings, **(variables or {})}),
         _quiet_launcher(),
@@ -138,7 +142,7 @@ def run_ranks(
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             raise _failure(attempts, codes) or JobFailed("ranks of another host failed") from None
         except RendezvousError as error:
-            raise JobFailed(f"the hosts of this job did not meet at {endpoint}: {error}") from None
+            raise JobFailed(f"the rendezvous of this job's hosts at {endpoint} failed: {error}") from None
         except SignalException as stopped:
             how = "interrupted" if stopped.sigval == signal.SIGINT else f"stopped by {stopped.sigval.name}"
             raise JobFailed(f"{how}; every rank has ended", 128 + stopped.sigval) from None
@@ -146,24 +150,24 @@ def run_ranks(
 
 
 def cpus() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _failure(attempt: Attempts, exit_codes: Mapping[int, int]) -> JobFailed | None:
-    """The error that ended an attempt on this host; None if the launcher ended it, for ranks of other hosts."""
-    assert attempt.watch is not None, "an attempt that is over has begun"
-    assert attempt.stall is not None, "an attempt that is over has begun"
+    """Return the error that ended an attempt on this host; None if it was ended because ranks of other hosts failed."""
+    assert attempt.watch is not None, "the attempt was never started"
+    assert attempt.stall is not None, "the attempt was never started"
     if attempt.stall.findings:
         return JobFailed(attempt.stall.findings)
     return _first_error(attempt.folder, exit_codes, attempt.watch.departed(exit_codes))
 
 
 def _first_error(run_dir: Path, exit_codes: Mapping[int, int], departed: Sequence[Departure]) -> JobFailed | None:
-    """What ended the job: the first rank that failed by itself, and how; None if none did.
+    """Return the error of the first rank that failed by itself; None if none did.
 
-    departed: ranks that the launcher did not end, in order. A rank that lost its connection to another one failed
-    because of that one, whenever it noticed.
+    departed: ranks that the launcher did not end, in the order in which they ended. A rank that lost its connection to
+    another rank failed because of that rank, no matter which error was written first.
     """
     errors = sorted((RankError.read(path) for path in run_dir.glob("rank*/error.json")), key=lambda each: each.at_ns)
     explained = {error.rank for error in errors}
@@ -173,15 +177,15 @@ def _first_error(run_dir: Path, exit_codes: Mapping[int, int], departed: Sequenc
     if died is not None and (own is None or died.at_ns < own.at_ns):
         return _died(died)
     if own is None and errors and left:
-        noticed = f"rank {errors[0].rank} lost it: {errors[0].message}"
-        return JobFailed(f"rank {left[0].rank} {left[0]}, and others needed it still\n   {noticed}")
+        noticed = f"rank {errors[0].rank} lost the connection to it: {errors[0].message}"
+        return JobFailed(f"rank {left[0].rank} {left[0]} while other ranks still needed it\n   {noticed}")
     if errors:
         first = own or errors[0]
         same = sorted(error.rank for error in errors if error.message == first.message)
         where = f"rank {first.rank}" if len(same) == 1 else f"ranks {_spans(same)}"
         trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
         return JobFailed(f"{where}: {first.message}{trace}", first.exit_code)
-    # Ranks that the launcher ended because of the first failure died of SIGTERM: look at them last.
+    # Prefer exit codes other than SIGTERM, with which the launcher ended ranks because of the first failure.
     codes = sorted(exit_codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
     return _died(Departure(codes[0][0], 0, codes[0][1], finished=True)) if codes else None
 
@@ -191,7 +195,7 @@ def _died(departure: Departure) -> JobFailed:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` -> `0-2, 5`."""
+    """Format `[0, 1, 2, 5]` as `0-2, 5`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -203,10 +207,10 @@ def _spans(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """The launcher logs failures and signals in its own words too; ours says each once."""
+    """Silence torch's launcher inside the block: it would log failures and signals that we report ourselves."""
     prefix = "torch.distributed.elastic"
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefix)]
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}  # each has a level of its own
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}  # not inherited: each has a level set
     for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
@@ -217,7 +221,7 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 def check_world(nproc: int, device: str, **axes: int) -> None:
-    """ConfigError unless `nproc` ranks exist on this machine and divide into the mesh `axes`."""
+    """Raise ConfigError unless `nproc` ranks can run on this machine and divide into the mesh `axes`."""
     if nproc < 1:
         raise ConfigError(f"--nproc {nproc}: a job needs at least 1 process")
     for name, size in axes.items():
@@ -234,4 +238,4 @@ def check_world(nproc: int, device: str, **axes: int) -> None:
 
         have = torch.cuda.device_count()
         if nproc > have:
-            raise ConfigError(f"--nproc {nproc}: this machine has {have} CUDA device(s); one process needs one")
+            raise ConfigError(f"--nproc {nproc}: this machine has {have} CUDA device(s), and each process needs one")

@@ -1,7 +1,8 @@
-"""Sees the ranks of a run end: when, how and in which order, before the launcher looks.
+"""Records when, how and in which order the ranks of a run end, before torch's launcher notices.
 
-torch's launcher asks every 0.1 s which ranks have failed. By then others may have failed too, because they lost the
-first; and a rank that ended with code 0 has not failed at all to the launcher, while the others wait for it.
+The launcher checks every 0.1 s which ranks have failed. By then other ranks may have failed too, because they lost
+their connection to the first. And a rank that exits with code 0 has not failed for the launcher, although others wait
+for it.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from overlapc.launch.watching import WatchThread
 
 _PID, _FINISHED = "pid", "finished"  # files of a rank
 _LOOK_S = 0.05  # how often to look for ranks that have started
-_DRAIN_S = 1.0  # for what the kernel has told, and this process has not read
+_DRAIN_S = 1.0  # time to handle ends that the kernel has reported but the thread has not read yet
 
 
 def started(run_dir: Path, rank: int) -> None:
-    """Called by a rank: from here on its end is seen."""
+    """Write the process id of a rank, so that its end is seen from now on; called by the rank."""
     unfinished = rank_dir(run_dir, rank) / f"{_PID}.unfinished"
     unfinished.write_text(str(os.getpid()))
     unfinished.replace(unfinished.with_name(_PID))
 
 
 def finished(run_dir: Path, rank: int) -> None:
-    """Called by a rank whose script came to an end, or exits."""
+    """Record that a rank's script has ended or exits; called by the rank."""
     (rank_dir(run_dir, rank) / _FINISHED).touch()
 
 
 def forget(run_dir: Path) -> None:
-    """Removes what ranks of an earlier run left."""
+    """Remove the files of an earlier run's ranks."""
     for name in (_PID, _FINISHED, ENDED, "error.json"):
         _remove(run_dir, name)
 
@@ -48,12 +49,12 @@ def _remove(run_dir: Path, name: str) -> None:
 
 
 class Watch(WatchThread):
-    """Waits for the ranks' ends while its `with` block runs; Linux only (elsewhere nothing is seen)."""
+    """Waits for ranks to end while its `with` block runs. Linux only: on other systems it sees nothing."""
 
     def __init__(self, run_dir: Path, ranks: Iterable[int]) -> None:
         self._run_dir = run_dir
         self._ranks = set(ranks)
-        self._failed = False  # a rank has, so the launcher ends the others
+        self._failed = False  # whether a rank has failed, so that the launcher ends the others
         super().__init__("overlapc watch of ranks")
 
     def __enter__(self) -> Watch:
@@ -69,9 +70,9 @@ class Watch(WatchThread):
             _remove(self._run_dir, name)
 
     def departed(self, exit_codes: Mapping[int, int]) -> list[Departure]:
-        """Ranks that ended by themselves, in order; to be asked when all have ended.
+        """Return the ranks that ended by themselves, in order; to be called when all ranks have ended.
 
-        exit_codes: of those that failed, as the launcher knows them.
+        exit_codes: the launcher's exit codes of ranks that failed.
         """
         if self.thread.is_alive():
             self.thread.join(_DRAIN_S)
@@ -83,20 +84,20 @@ class Watch(WatchThread):
 
     def watch(self) -> None:
         unseen = set(self._ranks)
-        running: dict[int, int] = {}  # rank by the descriptor of its process
+        running: dict[int, int] = {}  # descriptor of a process -> rank
         while (unseen or running) and not self.over.is_set():
             ready, _, _ = select.select(list(running), [], [], _LOOK_S)
             ended = [(running.pop(descriptor), _exit_code(descriptor)) for descriptor in ready]
             for descriptor in ready:
                 os.close(descriptor)
-            # Ranks that started during the wait may have ended in it, too, and be why the launcher ended the others.
+            # A rank that started during the wait may also have ended in it, and be the reason why others were ended.
             for rank in [rank for rank in unseen if self._pid(rank).exists()]:
                 unseen.discard(rank)
                 try:
                     running[os.pidfd_open(int(self._pid(rank).read_text()))] = rank
-                except ProcessLookupError:  # the launcher, which knows its code, has collected it: it ended at once
+                except ProcessLookupError:  # it has ended, and the launcher has reaped it and knows its exit code
                     ended.append((rank, None))
-            # Seen at once, those that the launcher may have ended because of the others come last.
+            # Of ranks seen to end at the same time, those that the launcher may have ended come last.
             for rank, exit_code in sorted(ended, key=lambda end: end[1] == -signal.SIGTERM):
                 self._ended(rank, exit_code, running.values())
         for descriptor in running:
@@ -106,19 +107,19 @@ class Watch(WatchThread):
         return self._run_dir / f"rank{rank}" / _PID
 
     def _ended(self, rank: int, exit_code: int | None, others: Iterable[int]) -> None:
-        """Tells the ranks."""
+        """Write the departure of a rank for the other ranks, and let these end if it failed."""
         finished = (self._run_dir / f"rank{rank}" / _FINISHED).exists()
         by_launcher = self._failed and exit_code in (-signal.SIGTERM, -signal.SIGKILL)
         Departure(rank, time.time_ns(), exit_code, finished, by_launcher).write(self._run_dir)
         if exit_code or (exit_code is None and not finished):
             self._failed = True
-            for other in others:  # a stopped process would sit out the launcher's SIGTERM
+            for other in others:  # a stopped process would not handle the launcher's SIGTERM
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(self._pid(other).read_text()), signal.SIGCONT)
 
 
 def _exit_code(descriptor: int) -> int | None:
-    """Of a process that has ended, left for the launcher to collect; None if the launcher has."""
+    """Return the exit code of an ended process without reaping it; None if the launcher has reaped it already."""
     try:
         end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""A thread that looks after the ranks of a run while the launcher waits for them."""
+"""A thread that watches the ranks of a run while the launcher waits for them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import TracebackType
 
 
 class WatchThread(ABC):
-    """Runs `watch` beside a `with` block, once a subclass has started `thread`; the end of the block ends it."""
+    """Runs `watch` in a thread until the end of a `with` block. Subclasses start `thread`."""
 
     def __init__(self, name: str) -> None:
-        self.over = threading.Event()  # set when the block ends: `watch` returns soon
+        self.over = threading.Event()  # set when the block ends: `watch` must return soon
         self.thread = threading.Thread(target=self.watch, name=name, daemon=True)
 
     def __exit__(
@@ -23,4 +23,4 @@ class WatchThread(ABC):
 
     @abstractmethod
     def watch(self) -> None:
-        """What the thread does."""
+        """Run in the thread, until `over` is set."""

@@ -1,11 +1,10 @@
-"""torch as a machine with GPUs looks to a script, on a machine that has none: `overlapc plan train.py` runs in this.
+"""Makes torch look to a script as on a machine with GPUs, on a machine that has none, for `overlapc plan train.py`.
 
-CUDA devices stand for the CPU, process groups for torch's fake one. Values of tensors are not known: what a script
-reads of them is NaN, or 0 for whole numbers. Only random whole numbers that are drawn on the CPU, as indices of data
-are, have values.
+CUDA devices are replaced by the CPU, process groups by torch's fake one. Values of tensors are unknown: a script reads
+NaN from them, or 0 for integers. Only random integers that are drawn on the CPU, such as indices of data, have values.
 
-Libraries may keep the functions that stand for torch's when they are imported, and are imported once for all plans of a
-process. So these functions are the same in every plan, and read `MACHINE`.
+Libraries may hold on to the functions that replace torch's when they are imported, and they are imported once for all
+plans of a process. So these functions are the same in every plan, and read `MACHINE`.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _FACTORIES = (
     "ones_like", "rand", "rand_like", "randint_like", "randn", "randn_like", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
 _DRAWN = ("randint", "randperm")
-_MOST_DRAWN = 2**20  # numbers: so many indices have values
-# What scripts ask of a GPU before they choose a precision: the profiles that come with overlapc are of such ones.
+_MOST_DRAWN = 2**20  # size up to which a random tensor of integers has values
+# The properties of a GPU that scripts read, for example to choose a precision. overlapc ships profiles of such GPUs.
 _H200 = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30, major=9, minor=0, multi_processor_count=132)
 _ANSWERS = {
     "current_device": 0, "get_device_capability": (9, 0), "is_bf16_supported": True, "is_initialized": True,
@@ -54,30 +53,29 @@ _NOTHING = (
     "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "manual_seed",
     "manual_seed_all", "init", "set_per_process_memory_fraction",
 )  # fmt: skip
-_OF_NO_GPU = (".*CUDA is not available.*", ".*no accelerator is found.*", ".*on cpu device mesh.*")  # warnings of torch
-# How the names of files begin that are torch's or ours.
+_OF_NO_GPU = (".*CUDA is not available.*", ".*no accelerator is found.*", ".*on cpu device mesh.*")  # torch's warnings
+# Prefixes of file names that belong to torch or to overlapc.
 NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 
 @dataclass
 class Machine:
-    """What the script that runs is told, and what was seen of it."""
+    """The machine that the running script sees, and what the script read from tensors."""
 
     world_size: int = 1
     per_host: int = 1
-    zeros: dict[str, None] = field(
-        default_factory=dict
-    )  # lines whose whole numbers, read from tensors, were taken for 0
+    # Lines of the script that read integers from tensors with unknown values, and got 0.
+    zeros: dict[str, None] = field(default_factory=dict)
 
 
 MACHINE = Machine()
 
 
 class Patches(contextlib.ExitStack):
-    """Attributes with other values until the end."""
+    """Sets attributes, and restores them at the end."""
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Sets one; what others have put over it, then or by an earlier plan, stays."""
+        """Set an attribute. If other code has wrapped or replaced it, now or since an earlier plan, that is kept."""
         before = getattr(owner, name)
         if inspect.unwrap(before) is value:
             return
@@ -92,20 +90,22 @@ class Patches(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def gpus(world_size: int, per_host: int) -> Iterator[Machine]:
-    """torch as on a machine with `per_host` GPUs, of a job of `world_size` ranks, as far as scripts ask before their
-    first step."""
+    """Make torch look like on a machine with `per_host` GPUs, in a job of `world_size` ranks, as far as scripts use it
+    before their first step."""
     with Patches() as patches:
-        patches.callback(trace_rules.clear_lru_cache)  # Dynamo lists torch's functions when first asked: these ones
+        patches.callback(
+            trace_rules.clear_lru_cache
+        )  # Dynamo caches a list of torch's functions, with the patched ones
         MACHINE.world_size, MACHINE.per_host = world_size, per_host
         MACHINE.zeros.clear()
         patches.enter_context(warnings.catch_warnings())
         for message in _OF_NO_GPU:
             warnings.filterwarnings("ignore", message=message)
         put = patches.put
-        put(optim, "_foreach_supported_types", [*optim._foreach_supported_types, FakeTensor])  # as on a GPU: foreach
+        put(optim, "_foreach_supported_types", [*optim._foreach_supported_types, FakeTensor])  # foreach, as on a GPU
         put(optim, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
         put(dist, "init_process_group", fake_group)
-        for owner in (device_mesh, dist, dist.tensor, _fsdp_init):  # the last for fully_shard without a mesh
+        for owner in (device_mesh, dist, dist.tensor, _fsdp_init):  # `_fsdp_init`: fully_shard without a mesh
             put(owner, "init_device_mesh", _init_device_mesh)
         put(device_mesh.DeviceMesh, "__init__", _on_real_tensors(_on_cpu(device_mesh.DeviceMesh.__init__)))
         for name in ("__getitem__", "_flatten"):
@@ -116,13 +116,15 @@ def gpus(world_size: int, per_host: int) -> Iterator[Machine]:
             put(torch, name, _on_cpu(getattr(torch, name)))
         for name in _DRAWN:
             put(torch, name, _drawn(getattr(torch, name)))
-        put(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_kwargs: tensor)  # which draws until all fit
-        put(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward)  # which refuses CPUs, and communicates within autograd
+        # It draws until all values are in range, which needs values.
+        put(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_kwargs: tensor)
+        # SyncBatchNorm refuses CPUs, and communicates within autograd.
+        put(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward)
         put(Tensor, "to", _on_cpu(Tensor.to))
         put(Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
         put(nn.Module, "_apply", _converted)
         put(nn.Module, "cuda", lambda module, *_args, **_kwargs: module)
-        put(DataLoader, "__iter__", _on_real_tensors(DataLoader.__iter__))  # its workers know of no fake mode
+        put(DataLoader, "__iter__", _on_real_tensors(DataLoader.__iter__))  # its workers are not in the fake mode
         put(_BaseDataLoaderIter, "__next__", _on_real_tensors(_BaseDataLoaderIter.__next__))
         put(Tensor, "pin_memory", lambda tensor, *_args, **_kwargs: tensor)
         for name in ("item", "__float__", "__int__", "__index__"):
@@ -148,7 +150,7 @@ _init_process_group, _make_mesh = dist.init_process_group, device_mesh.init_devi
 
 
 def fake_group(*_args: Any, **_kwargs: Any) -> None:
-    """Stands for torch.distributed.init_process_group."""
+    """Replaces torch.distributed.init_process_group."""
     _init_process_group("fake", store=FakeStore(), rank=0, world_size=MACHINE.world_size)
 
 
@@ -164,12 +166,12 @@ def _device_count() -> int:
 
 
 def _is_available() -> bool:
-    """True for the script and its libraries; torch, which would initialize a GPU, gets to know that there is none."""
+    """Return True to the script and its libraries, but False to torch, which would otherwise initialize a GPU."""
     return not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_SCRIPT)
 
 
 class _Stream:
-    """Stands for torch.cuda.Stream: nothing runs on it."""
+    """Replaces torch.cuda.Stream: nothing runs on it."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -177,16 +179,16 @@ class _Stream:
     synchronize = wait_event = wait_stream = __init__
 
     def record_event(self, event: Any = None) -> Any:
-        """The event."""
+        """Return the event, or a new one."""
         return event or _Event()
 
     def query(self) -> bool:
-        """Whether the device has done all of it."""
+        """Whether the device has finished all work of the stream."""
         return True
 
 
 class _Event:
-    """Stands for torch.cuda.Event: how long things take is not known."""
+    """Replaces torch.cuda.Event: times are unknown."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -194,17 +196,18 @@ class _Event:
     record = synchronize = wait = __init__
 
     def query(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has reached the event."""
         return True
 
     def elapsed_time(self, _end: Any) -> float:
-        """Milliseconds."""
+        """Return the unknown number of milliseconds, NaN."""
         return float("nan")
 
 
 def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Stands for `Module.to`, `cuda`, `half` ...: replaces the parameters, because fake tensors cannot be swapped."""
-    made: dict[int, nn.Parameter] = {}  # of parameters that modules share
+    """Replaces `Module._apply`, the core of `to`, `cuda`, `half` ...: assigns new parameters, because fake tensors
+    cannot be swapped in place."""
+    made: dict[int, nn.Parameter] = {}  # id of a parameter -> the new one, for parameters that modules share
     for each in module.modules() if recurse else [module]:
         for name, parameter in each._parameters.items():
             if parameter is not None:
@@ -220,7 +223,7 @@ def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: 
 
 
 def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` outside of the fake mode: a mesh counts its ranks on tensors."""
+    """Return `function` run outside of the fake mode: a mesh, for example, stores its ranks in tensors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -231,7 +234,7 @@ def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the CPU for every CUDA device among its arguments."""
+    """Return `function` with every CUDA device among its arguments replaced by the CPU."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -253,7 +256,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 def _drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`draw`, and on the CPU the numbers as well: scripts cut batches out of their data at such places."""
+    """Return `draw`, which on the CPU also draws real values: scripts use them as indices of batches in their data."""
 
     @functools.wraps(draw)
     def call(*args: Any, **kwargs: Any) -> Tensor:
@@ -267,7 +270,7 @@ def _drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _autocast_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """autocast for CUDA devices casts on the CPU, to what it would cast to there."""
+    """Return an `__init__` of autocast that casts on the CPU instead of CUDA, to the dtype of CUDA's autocast."""
 
     @functools.wraps(init)
     def call(mode: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
@@ -283,9 +286,9 @@ def _answer(value: Any, *_args: Any, **_kwargs: Any) -> Any:
 
 
 def _unknown(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Reads a fake tensor whose value is not known as NaN, or as 0 if it is integral (mostly an index of data).
+    """Return `read` that gives NaN for a fake tensor with an unknown value, or 0 if it is integral (mostly an index).
 
-    torch's own error for truth values, by which a script would go another way.
+    A truth value is still torch's own error, because the script would branch on it.
     """
 
     def value(tensor: Tensor) -> Any:
@@ -301,7 +304,8 @@ def _unknown(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def _line_of_script() -> str:
-    """The innermost line that is neither torch's nor ours, as `file:line`; cheap, as a list of a tensor asks often."""
+    """Return the innermost line that is neither torch's nor ours, as `file:line`. It must be fast: converting a tensor
+    to a list calls it for each element."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_SCRIPT):
         frame = frame.f_back

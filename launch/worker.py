@@ -1,4 +1,4 @@
-"""What one rank runs: the user's script; its errors and its record go to the run folder.
+"""Runs the user's script on one rank, and writes its error or its record to the run folder.
 
 python -m overlapc.launch.worker script.py --steps 20
 python -m overlapc.launch.worker -m package.module --steps 20
@@ -24,8 +24,8 @@ from overlapc.launch.torchrun import RankError
 from overlapc.launch.watch_ranks import finished, started
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], None]
-_LAUNCHING = (__file__, runpy.__file__, "<frozen runpy>")  # files that lead to the user's script
-# Error texts of gloo, NCCL and the store where the process at the other end has ended.
+_LAUNCHING = (__file__, runpy.__file__, "<frozen runpy>")  # files whose frames are above the user's script
+# Error texts of gloo, NCCL and the store if the process at the other end has ended.
 _LOST_ANOTHER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Entry of `python -m overlapc.launch.worker`."""
+    """Entry point of `python -m overlapc.launch.worker`."""
     run_dir = Path(os.environ[RUN_DIR])
     rank = int(os.environ.get("RANK", "0"))
     started(run_dir, rank)
@@ -86,7 +86,7 @@ def _recorder(run_dir: Path, rank: int) -> _Hook:
 
 
 def _from_the_script_on(trace: TracebackType | None) -> TracebackType | None:
-    """`trace` without the frames that led to the script: overlapc's, and Python's own."""
+    """Return `trace` without the frames above the script: overlapc's and those of Python's runpy."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename in _LAUNCHING:
         inner = inner.tb_next
@@ -94,7 +94,7 @@ def _from_the_script_on(trace: TracebackType | None) -> TracebackType | None:
 
 
 def our_error(error: BaseException | None) -> OverlapcError | None:
-    """The overlapc error behind `error`: Dynamo wraps what a backend raises."""
+    """Return the overlapc error behind `error`, as Dynamo wraps the errors of a backend; None if there is none."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, OverlapcError):
@@ -105,7 +105,7 @@ def our_error(error: BaseException | None) -> OverlapcError | None:
 
 
 def _die_with_parent() -> None:
-    """Ends this rank when the launcher is killed so hard that it cannot end it itself (Linux only)."""
+    """End this rank if the launcher dies without ending it, for example by SIGKILL (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

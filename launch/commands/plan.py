@@ -25,56 +25,63 @@ def plan(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="a training script (*.py), or schedules in text form (a run's schedule.txt); or give --model",
+            help="a training script (*.py), or schedules in text form (a run's schedule.txt); not with --model",
             show_default=False,
         ),
     ] = None,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ...]", help="arguments of the script, behind --", show_default=False),
+        typer.Argument(metavar="[-- ...]", help="arguments of the script, after --", show_default=False),
     ] = None,
     model: Annotated[
         str, typer.Option(metavar="llama-8b|llama-70b|demo|tiny", help="plan a training step of this model")
     ] = "",
     mesh: Annotated[
-        str, typer.Option(metavar="dp=N,tp=N", help="ranks by axis: replicate, dp, tp (default: all in dp)")
+        str, typer.Option(metavar="dp=N,tp=N", help="ranks of each axis: replicate, dp, tp (default: all ranks in dp)")
     ] = "",
     world_size: Annotated[
         str,
-        typer.Option(metavar="N,N", help="ranks (default: what --mesh says; of a script: 8); several: one table"),
+        typer.Option(
+            metavar="N,N", help="number of ranks (default: those of --mesh; for a script: 8); several make a table"
+        ),
     ] = "0",
-    seq: Annotated[str, typer.Option(metavar="N,N", help="tokens a row, with --model; several: one table")] = "4096",
+    seq: Annotated[
+        str, typer.Option(metavar="N,N", help="tokens per row, with --model; several make a table")
+    ] = "4096",
     batch: Annotated[
-        str, typer.Option(metavar="N,N", help="rows a data-parallel rank, with --model; several: one table")
+        str, typer.Option(metavar="N,N", help="rows per data-parallel rank, with --model; several make a table")
     ] = "1",
     budget: Annotated[
-        str, typer.Option(metavar="SIZE,SIZE", help="memory_budget; several: one table", show_default=False)
+        str, typer.Option(metavar="SIZE,SIZE", help="memory_budget; several make a table", show_default=False)
     ] = "",
     gpus_per_host: Annotated[
-        int, typer.Option(metavar="N", help="ranks of one host (default: the profile's)", show_default=False)
+        int, typer.Option(metavar="N", help="ranks per host (default: the profile's)", show_default=False)
     ] = 0,
     network: Annotated[
         str,
-        typer.Option(metavar="RATE", help="of one GPU's network: 400Gb/s (default: the profile's)", show_default=False),
+        typer.Option(
+            metavar="RATE", help="network rate per GPU, e.g. 400Gb/s (default: the profile's)", show_default=False
+        ),
     ] = "",
     layers: Annotated[
-        int, typer.Option(metavar="N", help="layers (default: all of the model)", show_default=False)
+        int, typer.Option(metavar="N", help="number of layers (default: all of the model)", show_default=False)
     ] = 0,
     dtype: Annotated[
-        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients reduce in fp32")
+        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients are reduced in fp32")
     ] = "bf16",
     no_reshard: Annotated[
         bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
     ] = False,
     whole: Annotated[
-        bool, typer.Option("--whole", help="trace every layer (default: of many equal ones a few)")
+        bool,
+        typer.Option("--whole", help="trace every layer (default: extrapolate from a few layers if there are many)"),
     ] = False,
     passes: Passes = None,
     profile: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="device whose times are estimated, a name or a file (default, but for schedules: h200-nvlink)",
+            help="device profile for estimates, a name or a file (default: h200-nvlink; for schedules: the saved one)",
             show_default=False,
         ),
     ] = None,
@@ -83,7 +90,8 @@ def plan(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="schedule.txt, report.html, trace.pftrace, record.json; of several plans .html, a plot; may repeat",
+            help="write schedule.txt, report.html, trace.pftrace or record.json; for several plans a plot (.html); may"
+            " be repeated",
             show_default=False,
         ),
     ] = None,
@@ -96,13 +104,13 @@ def plan(
     if profile is not None:
         values["profile"] = profile
     if (file is None) == (not model):
-        raise ConfigError("give one of FILE and --model")
+        raise ConfigError("give either FILE or --model")
     targets = save or ()
     if file is not None and file.suffix != ".py":
         _plan_schedules(file, values, targets)
         return
     if file is not None and mesh:
-        raise ConfigError("--mesh is for --model: a script makes its mesh from WORLD_SIZE and its arguments")
+        raise ConfigError("--mesh needs --model: a script makes its mesh from WORLD_SIZE and its arguments")
     check_torch()
     from overlapc.launch import sweep
 
@@ -111,7 +119,7 @@ def plan(
     several = len(sweep.points(axes)) > 1
     for target in targets if several else ():
         if target.suffix != ".html":
-            raise ConfigError(f"--save {target.name}: several plans save as .html, other forms are of one plan")
+            raise ConfigError(f"--save {target.name}: several plans can only be saved as .html")
     assumptions: dict[str, None] = {}  # in the order in which they are first made
     if file is not None:
         assumptions["only what the script runs before its first optimizer step is planned"] = None
@@ -140,7 +148,7 @@ def _plan_schedules(file: Path, values: Mapping[str, str], targets: Sequence[Pat
 
 
 def _show_step(step: Outcome, assumed: str, targets: Sequence[Path]) -> None:
-    """Prints one plan and saves it; MemoryBudgetError where `step` is the reason why there is none."""
+    """Print and save one plan; raise MemoryBudgetError if `step` is the reason why there is none."""
     from overlapc.report.record import Report
 
     if isinstance(step, str):
@@ -151,7 +159,7 @@ def _show_step(step: Outcome, assumed: str, targets: Sequence[Path]) -> None:
 
 
 def _show_table(axes: Axes, found: Sequence[tuple[Point, Outcome]], assumed: str, targets: Sequence[Path]) -> None:
-    """Prints a sweep's table and saves its page; MemoryBudgetError where no point of it has a plan."""
+    """Print a sweep's table and save its page; raise MemoryBudgetError if no point has a plan."""
     from overlapc.report import plans
 
     if all(isinstance(step, str) for _, step in found):
@@ -171,7 +179,7 @@ def _save(report: Report, targets: Sequence[Path]) -> None:
 def _script_planner(
     script: Path, arguments: Sequence[str], values: Mapping[str, str], per_host: int, assumptions: dict[str, None]
 ) -> PlanOne:
-    """Makes the function that plans a script at one point of a sweep, and adds what it assumed to `assumptions`."""
+    """Return a function that plans a script at one point of a sweep and adds its assumptions to `assumptions`."""
     from overlapc.launch.plan_script import MOST_RANKS, plan_script
     from overlapc.launch.sweep import counts
 
@@ -185,7 +193,7 @@ def _script_planner(
 
 
 def _model_planner(values: Mapping[str, str], settings: Mapping[str, Any], whole: bool) -> PlanOne:
-    """Makes the function that plans one of our models at one point of a sweep."""
+    """Return a function that plans one of our models at one point of a sweep."""
     from overlapc.launch.plan_model import PlanConfig, plan_model
     from overlapc.launch.plan_script import MOST_RANKS
     from overlapc.launch.sweep import counts

@@ -26,13 +26,13 @@ def test_a_machine_that_is_far_from_its_profile_should_be_calibrated():
     assert far.found == "50 GB/s, -50% from the profile's 100"
     assert "overlapc calibrate" in far.hint
     (product, copy) = doctor.measured(torch.device("cpu"), DeviceProfile("empty"))
-    assert "the profile does not know it" in product.found
-    assert "the profile does not know it" in copy.found
+    assert "not in the profile" in product.found
+    assert "not in the profile" in copy.found
 
 
 def test_a_cache_that_would_not_be_used_says_why(tmp_path):
     config = Config.of({"cache_dir": str(tmp_path / "kernels")})
-    assert doctor.cache(config).found.endswith("not made yet")
+    assert doctor.cache(config).found.endswith("not created yet")
     (tmp_path / "kernels").mkdir(mode=0o700)
     (tmp_path / "kernels" / "a").write_bytes(b"x" * 2048)
     assert "2KiB" in doctor.cache(config).found

@@ -44,7 +44,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
     ("statement", "message"),
     [
         (b"\xff\xfe", "is not text in UTF-8"),
-        (DEEP, "it holds JSON"),
+        (DEEP, "it contains JSON"),
         ("a = all_gather(b) @dp(" + "9" * 5000 + ")", "is more than 1,048,576"),
         ("a = all_gather(b) @dp ranks=0-4000000000", "is neither a rank nor a range"),
         ("a = all_gather(b) @dp ranks=" + "0-1048575," * 9 + "1", "more than 1,048,576 ranks"),
@@ -64,7 +64,8 @@ def test_a_schedule_is_refused(said: Said, statement: str | bytes, message: str)
 
 
 def test_a_record_in_the_place_of_a_schedule_is_named(said: Said) -> None:
-    assert "it holds JSON; of a record, overlapc report --save schedule.txt" in said(None, "plan", "record.json")
+    told = said(None, "plan", "record.json")
+    assert "it contains JSON; for a record, run overlapc report FILE --save schedule.txt" in told
 
 
 def changed(document: str, *path: str | int, to: object) -> str:

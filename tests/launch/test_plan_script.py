@@ -122,7 +122,7 @@ def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys
     assert [row[0] for row in rows] == ["16", "512"]
     few, many = (float(row[3]) for row in rows)  # exposed: 8 ranks of a group lie on two hosts, 256 on 64
     assert many > few
-    assert "50 GB/s a GPU between hosts (--network 400Gb/s)" in text
+    assert "50 GB/s per GPU between hosts (--network 400Gb/s)" in text
     assert "<td>512</td>" in saved.read_text()
     assert not dist.is_initialized()
     assert torch.empty(1).to("cpu").item() is not None  # torch is as it was
@@ -136,7 +136,7 @@ def test_a_step_calls_what_the_script_calls_until_it_steps(script):
     )
     (step,) = report.steps
     (text,) = assumed
-    assert re.search(r"tensors are 0, as indices are \(\S+train.py:\d+\)$", text)
+    assert re.search(r"from tensors, such as indices, are 0 \(\S+train.py:\d+\)$", text)
     assert [(graph.name.split("_")[0], times) for graph, times in step.called] == [("forward", 3), ("backward", 3)]
     assert step.world_size == 8
     assert {row.ranks for graph in step.graphs for row in graph.collectives} == {4}
@@ -148,7 +148,7 @@ def test_fsdp2_as_it_stands_is_planned_as_if_adopted(script, compiled):
     theirs = path.read_text().replace("overlapc.fully_shard", "fully_shard").replace("import overlapc", FSDP2)
     path.write_text(theirs.replace('step = torch.compile(model, backend="inductor")', compiled))
     report, assumed = plan_script(path, ["1"], 16, 8, Config.of(FEW_PASSES))
-    assert assumed == ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"]
+    assert assumed == ["FSDP2 is adopted, as by model = overlapc.adopt_fsdp2(model)"]
     assert {row.op for graph in report.steps[0].graphs for row in graph.collectives} == {"all_gather", "reduce_scatter"}
     assert len(report.steps[0].graphs) == 2, "one forward, one backward"
 
@@ -186,7 +186,7 @@ def test_an_optimizer_that_cannot_step_is_named(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(STATE.replace("{optimizers}", "Guarded(parameters)"))
     report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
-    assert assumed == ["without the state of Guarded: AssertionError: no learning rate"]
+    assert assumed == ["optimizer state is not counted for Guarded: AssertionError: no learning rate"]
     assert report.steps[0].optimizer_bytes == {}
     assert "optimizer state is not included" in str(report)
 
@@ -204,9 +204,9 @@ def test_blocks_that_are_compiled_one_by_one_within_fsdp2_are_planned_as_one_gra
     path.write_text(BY_BLOCKS.replace("{first}", first))
     report, assumed = plan_script(path, [], 16, 8, Config.of({**H200, "passes": "none"}))
     assert assumed == [
-        "FSDP2 as after model = overlapc.adopt_fsdp2(model)",
-        "2 modules that it compiles one by one within a module of FSDP2 as after torch.compile of that, without which"
-        " no communication is in a graph",
+        "FSDP2 is adopted, as by model = overlapc.adopt_fsdp2(model)",
+        "2 modules that the script compiles one by one are planned with the FSDP2 module around them as one graph,"
+        " because their own graphs contain no communication",
     ]
     (step,) = report.steps
     assert [(graph.name.split("_")[0], times) for graph, times in step.called] == [("forward", 1), ("backward", 1)]
@@ -219,7 +219,7 @@ def test_an_optimizer_that_computes_the_loss_itself_does_so_once(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(CLOSURE)
     report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
-    assert assumed[0] == "one call of the closure that LBFGS.step is given"
+    assert assumed[0] == "LBFGS.step calls its closure once"
     assert [times for _, times in report.steps[0].called] == [1, 1]
 
 
@@ -301,7 +301,7 @@ def test_a_model_that_a_trainer_compiles_again_once_it_is_sharded_is_planned_in_
     monkeypatch.setattr(torch, "fabric_is_imported", False, raising=False)
     for ranks in (8, 16):
         report, assumed = plan_script(path, [], ranks, 8, Config.of({**H200, "passes": "none"}))
-        assert assumed == ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"]
+        assert assumed == ["FSDP2 is adopted, as by model = overlapc.adopt_fsdp2(model)"]
         rows = [row for graph in report.steps[0].graphs for row in graph.collectives]
         assert {(row.op, row.ranks) for row in rows} == {("all_gather", ranks), ("reduce_scatter", ranks)}
 
@@ -359,7 +359,7 @@ def test_a_script_that_compiles_nothing_says_so(script):
 def test_hardware_is_stated_and_looked_at(tmp_path):
     _, profile = hardware("h200-nvlink", 4, "50GB/s", tmp_path)
     assert (profile.ranks_per_host, profile.network_link.bytes_per_s) == (4, 50e9)
-    with pytest.raises(ConfigError, match="write it like 400Gb/s"):
+    with pytest.raises(ConfigError, match="network like 400Gb/s or 50GB/s"):
         hardware("h200-nvlink", 0, "fast", tmp_path)
 
 

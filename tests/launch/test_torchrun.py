@@ -173,7 +173,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(script):
     ("how", "code", "expected"),
     [
         ("os 9", 9, "rank 1 exited with code 9"),
-        ("sys 0", 1, "rank 1 exited with code 0, and others needed it still"),
+        ("sys 0", 1, "rank 1 exited with code 0 while other ranks still needed it"),
     ],
 )
 def test_a_rank_that_exits_by_itself_in_a_step_is_named_first(script, how, code, expected):

@@ -81,4 +81,4 @@ def test_the_page_holds_plot_data_and_table_and_reaches_nothing():
 
 def test_a_record_of_several_plans_is_refused_before_they_are_made(capsys):
     assert main(["plan", "--model", "tiny", "--world-size", "2,4", "--save", "record.json"]) == 2
-    assert "several plans save as .html" in capsys.readouterr().err
+    assert "several plans can only be saved as .html" in capsys.readouterr().err
