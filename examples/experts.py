@@ -1,4 +1,5 @@
-"""A mixture of experts: each rank has two, and tokens travel by all-to-all; those that find no room are dropped.
+"""A mixture of experts: each rank has two experts, and all-to-alls send tokens to them. Tokens above an expert's
+capacity are dropped.
 
 overlapc run --nproc 2 examples/experts.py
 """
@@ -15,12 +16,12 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 import overlapc
 
 DIM, VOCABULARY, LENGTH = 32, 48, 16
-EXPERTS = 2  # on each rank
-ROOM = 20  # tokens of one rank that one expert takes
+EXPERTS = 2  # per rank
+ROOM = 20  # capacity of an expert: tokens that it takes from each rank
 
 
 class Experts(nn.Module):
-    """The expert of each token with the highest score; a token that finds no room keeps its value."""
+    """Sends each token to the expert with the highest score; a token above the expert's capacity keeps its value."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -30,13 +31,11 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, 2 * DIM, DIM) * DIM**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, DIM]` in and out."""
+        """`x` and the result are `[tokens, DIM]`."""
         score, expert = self.router(x).softmax(-1).max(-1)
         chosen = F.one_hot(expert, self.count)
-        place = (chosen.cumsum(0) * chosen).sum(-1) - 1  # of each token, among those of its expert
-        slot = torch.where(
-            place < ROOM, expert * ROOM + place, self.count * ROOM
-        )  # the last slot takes what is dropped
+        place = (chosen.cumsum(0) * chosen).sum(-1) - 1  # of each token among the tokens of its expert
+        slot = torch.where(place < ROOM, expert * ROOM + place, self.count * ROOM)  # the last slot: dropped tokens
         sent = x.new_zeros(self.count * ROOM + 1, DIM).index_put((slot,), x)[:-1]
         taken = self.travel(sent).view(-1, EXPERTS, ROOM, DIM).transpose(0, 1).reshape(EXPERTS, -1, DIM)
         made = torch.bmm(F.gelu(torch.bmm(taken, self.up)), self.down)
@@ -44,12 +43,12 @@ class Experts(nn.Module):
         return x + F.pad(back, (0, 0, 0, 1))[slot] * score[:, None]
 
     def travel(self, x: Tensor) -> Tensor:
-        """Equal parts of the rows to each rank."""
+        """Send an equal part of the rows to each rank."""
         return all_to_all_single_autograd(x, None, None, self.group)
 
 
 class Model(nn.Module):
-    """Tokens to the next tokens; `forward` gives the mean cross-entropy."""
+    """Predicts the next tokens; `forward` returns the mean cross-entropy."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -61,9 +60,9 @@ class Model(nn.Module):
 
 
 def train(args: Arguments) -> list[float]:
-    """Losses of this rank."""
+    """Train, and return the losses of this rank."""
     mesh = args.mesh(dp=-1)
-    torch.manual_seed(0)  # what is sharded begins alike on all ranks
+    torch.manual_seed(0)  # sharded parameters must begin with the same values on all ranks
     with torch.device(args.device):
         model = Model(mesh.get_group())
     own = {model.experts.up, model.experts.down}

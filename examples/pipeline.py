@@ -1,4 +1,4 @@
-"""Pipeline stages, each compiled by itself and sharded over its ranks; torch's 1F1B schedule sends between them.
+"""Pipeline parallelism: each stage is compiled by itself and sharded over its ranks; torch's 1F1B schedule runs them.
 
 overlapc run --nproc 2 examples/pipeline.py     two stages
 overlapc run --nproc 4 examples/pipeline.py     two stages of two ranks
@@ -27,7 +27,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def train(args: Arguments) -> list[float]:
-    """Losses of the last stage; none on other ranks."""
+    """Train, and return the losses on ranks of the last stage; other ranks return an empty list."""
     mesh = args.mesh(pp=2, dp=-1)
     number = mesh.get_local_rank("pp")
     torch.manual_seed(0)

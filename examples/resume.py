@@ -1,4 +1,5 @@
-"""An FSDP2 script with one line for overlapc: fused AdamW, clipping, a schedule, and a checkpoint to go on from.
+"""An FSDP2 script with one line for overlapc: fused AdamW, gradient clipping, a learning rate schedule, and training
+resumed from a checkpoint.
 
 overlapc run --nproc 2 examples/resume.py
 """
@@ -24,7 +25,7 @@ from overlapc.launch.llama import Llama, LlamaConfig
 
 
 class Trainer:
-    """A model, its optimizer and its schedule, of the same numbers whenever it is made."""
+    """A model, its optimizer and its learning rate schedule, always with the same initial values."""
 
     def __init__(self, args: Arguments, mesh: DeviceMesh) -> None:
         with torch.device(args.device):
@@ -34,14 +35,14 @@ class Trainer:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         if not args.eager:
-            self.model = overlapc.adopt_fsdp2(self.model)  # the line
+            self.model = overlapc.adopt_fsdp2(self.model)  # the one line for overlapc
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=args.steps)
         self.step = args.compile(self.model)
         self.args, self.rank, self.done = args, mesh.get_rank(), 0
 
     def run(self, steps: int) -> list[float]:
-        """Trains on; losses of this rank."""
+        """Train for `steps` more steps. Return the losses of this rank."""
         losses = []
         for number in range(self.done, self.done + steps):
             loss = self.step(*self.args.tokens(vocabulary=64, length=32, seed=100 * number + self.rank))
@@ -55,11 +56,11 @@ class Trainer:
         return losses
 
     def save(self, folder: Path) -> None:
-        """A distributed checkpoint: each rank writes its shards."""
+        """Save a distributed checkpoint: each rank writes its shards."""
         dcp.save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """The other way round, by any number of ranks."""
+        """Load a distributed checkpoint, which any number of ranks may have saved."""
         state = self._state()
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -72,7 +73,8 @@ class Trainer:
 
 
 def train(args: Arguments) -> list[float]:
-    """Half of the steps, a checkpoint, and the other half by a trainer that knows nothing but the checkpoint."""
+    """Train half of the steps, save a checkpoint, and train the other half with a new trainer that loads it. Return the
+    losses of this rank."""
     mesh = args.mesh(dp=-1)
     folder = [tempfile.mkdtemp()] if mesh.get_rank() == 0 else [""]
     dist.broadcast_object_list(folder)

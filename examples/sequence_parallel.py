@@ -1,6 +1,7 @@
-"""Long sequences: ranks divide the sequence, and around attention all-to-alls divide the heads instead.
+"""Sequence parallelism for long sequences: each rank has a part of the sequence; for attention, all-to-alls exchange it
+for a part of the heads.
 
-Any attention will do then (DeepSpeed calls this Ulysses). The parameters are sharded over the same ranks.
+This works with any attention (DeepSpeed calls it Ulysses). The parameters are sharded over the same ranks.
 
 overlapc run --nproc 2 examples/sequence_parallel.py
 """
@@ -16,11 +17,11 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import overlapc
 
-DIM, HEADS, VOCABULARY, LENGTH = 32, 4, 48, 32  # LENGTH: of the whole sequence
+DIM, HEADS, VOCABULARY, LENGTH = 32, 4, 48, 32  # LENGTH is that of the whole sequence
 
 
 def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`x` `[ranks, ...]`: part r goes to rank r, and comes back as the part of rank r."""
+    """Exchange the parts of `x` `[ranks, ...]`: send `x[r]` to rank r, and receive `result[r]` from rank r."""
     return all_to_all_single_autograd(x.flatten(), None, None, group).view(x.shape)
 
 
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[batch, part of the sequence, DIM]` in and out."""
+        """`x` and the result are `[batch, part of the sequence, DIM]`."""
         batch, part, _ = x.shape
         heads, size = HEADS // self.ranks, DIM // HEADS
         # [ranks by heads, 3, batch, heads, part, size] -> the same, ranks by sequence
@@ -47,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers over tokens; `forward` gives the mean cross-entropy of this rank's part."""
+    """Two layers over tokens; `forward` returns the mean cross-entropy of this rank's part."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Model(nn.Module):
 
 
 def train(args: Arguments) -> list[float]:
-    """Losses of this rank's part of each sequence."""
+    """Train, and return the losses of this rank's part of each sequence."""
     mesh = args.mesh(cp=-1)
     torch.manual_seed(0)
     with torch.device(args.device):

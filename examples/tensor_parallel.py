@@ -1,4 +1,5 @@
-"""Llama as torchtitan spreads it: tensor and sequence parallelism, FSDP2, activation checkpoints, one compiled model.
+"""Llama parallelized like in torchtitan: tensor and sequence parallelism, FSDP2, activation checkpoints, one compiled
+model.
 
 overlapc run --nproc 2 examples/tensor_parallel.py     tensor parallelism over both ranks
 overlapc run --nproc 4 examples/tensor_parallel.py     2 x 2: FSDP2 over the other axis
@@ -17,7 +18,7 @@ from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 
 
 def train(args: Arguments) -> list[float]:
-    """Losses of this rank."""
+    """Train, and return the losses of this rank."""
     mesh = args.mesh(dp=-1, tp=2)
     with torch.device(args.device):
         llama = Llama(LlamaConfig.tiny())
@@ -31,10 +32,11 @@ def train(args: Arguments) -> list[float]:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(llama, mesh=mesh["dp"])
         model = llama if args.eager else overlapc.adopt_fsdp2(llama)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # parameters lie on two meshes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # parameters are on two meshes
     step = args.compile(model)
 
-    seeds = (100 * number + mesh.get_local_rank("dp") for number in range(args.steps))  # of a tp group: the same rows
+    # Ranks of one tensor-parallel group train on the same rows.
+    seeds = (100 * number + mesh.get_local_rank("dp") for number in range(args.steps))
     return losses_of(step, optimizer, (args.tokens(vocabulary=64, length=32, seed=seed) for seed in seeds))
 
 

@@ -16,7 +16,7 @@ from overlapc.launch.llama import Llama, LlamaConfig
 
 
 def train(args: Arguments) -> list[float]:
-    """Losses of this rank."""
+    """Train, and return the losses of this rank."""
     mesh = args.mesh(dp=-1)
     with torch.device(args.device):
         model = Llama(LlamaConfig(layers=4))

@@ -1,4 +1,4 @@
-"""What `make test` runs: linter, formatter, types, tests. All of them, also after one has failed.
+"""Runs linter, formatter, type checker and tests for `make test`; all of them, even if one fails.
 
 python tools/check.py [arguments for pytest]
 """
@@ -21,10 +21,11 @@ CHECKS = (
 
 
 def main(pytest_arguments: Sequence[str]) -> int:
-    """Runs everything; 0 only if all of it passed."""
+    """Run all checks. Return 0 if all of them passed, else 1."""
     failed = [name for name, command in CHECKS if run(name, command) != 0]
-    # By files: what a module's tests share (a launch of ranks, compiled kernels) is made once, not on every worker. In
-    # the order of tests/conftest.py, the longest first; xdist's own begins with the files of many tests.
+    # Distribute tests by file, so that fixtures of a module (a launch of ranks, compiled kernels) are made only once,
+    # not on every worker. Files run in the order of tests/conftest.py, the longest first; xdist would begin with the
+    # files that have the most tests.
     given = any(argument.startswith("-n") for argument in pytest_arguments)
     workers = () if given else ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     if run("pytest", ("-m", "pytest", *workers, *pytest_arguments)) != 0:
@@ -35,14 +36,14 @@ def main(pytest_arguments: Sequence[str]) -> int:
 
 
 def run(name: str, command: Sequence[str]) -> int:
-    """Runs `python command` in the project's root, showing its output and how long it took."""
+    """Run `python command` in the project's root, showing its output and its time. Return its exit code."""
     print(f"== {name}", flush=True)
     began = time.monotonic()
     environment = {**os.environ, "MYPYPATH": ""}
-    # Tests start a hundred interpreters, each of which would compile our modules anew: a second of a core.
+    # Tests start a hundred interpreters; without bytecode files, each would spend a second compiling our modules.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
-    if name != "pytest":  # whose own closing line says it, and stays the last one
+    if name != "pytest":  # pytest's own summary says it, and should be the last line
         print(f"{'ok' if code == 0 else 'FAILED'}, {time.monotonic() - began:.1f} s", flush=True)
     return code
 

@@ -1,13 +1,13 @@
-"""Makes a virtual environment with everything overlapc needs. Standard library only: it runs before all else.
+"""Makes a virtual environment with everything overlapc needs. It uses only the standard library, as it runs first.
 
     python3 tools/install.py --venv .venv
 
-Which torch? On a machine with an NVIDIA GPU, the one that pip picks. Without one, a build that brings no
-CUDA packages (gigabytes), if the index or find-links that pip is set up with offer any in range: pip itself
-is asked, with dry runs, so that no host or address stands here.
+On a machine with an NVIDIA GPU, it installs the torch that pip chooses. On others, it prefers a build without
+CUDA packages (gigabytes), if the index or find-links that pip is configured with offer one in range. It asks
+pip itself by dry runs, so that no host or address is hard-coded here.
 
 The stamp file in the environment is written last. An interrupted run therefore starts over, on top of what
-it had installed; an unchanged pyproject.toml makes the next run return at once.
+it had installed; with an unchanged pyproject.toml, the next run returns at once.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ STAMP = ".overlapc-installed"
 OLDEST_PYTHON = (3, 10)
 TORCH_LOW, TORCH_HIGH = (2, 11), (2, 14)  # [low, high), as in pyproject.toml
 TORCH_RANGE = "torch>=2.11,<2.14"
-CPU_TRITON = "triton==3.6.*"  # CUDA builds of torch pin their own; CPU builds pin none
-OLDEST_PIP = (23, 0)  # dry runs with a report came with 22.2
+CPU_TRITON = "triton==3.6.*"  # CUDA builds of torch pin a version of triton; CPU builds do not
+OLDEST_PIP = (23, 0)  # dry runs with a report were added in 22.2
 
-PipReport = Any  # a dict; written so that a Python too old for `dict[str, Any]` gets as far as being told so
+PipReport = Any  # a dict; `dict[str, Any]` would be an error in a Python that is too old, before we can say so
 
 
 class CannotInstall(Exception):
-    """The environment cannot be made; the message says what to do."""
+    """The environment cannot be created; the message says what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry; returns the exit code."""
+    """Run the command line. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv)")
     venv = parser.parse_args(argv).venv
@@ -57,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def install(venv: Path) -> None:
-    """Makes or completes `venv`; does nothing when it is already as pyproject.toml asks."""
+    """Create or update `venv`; do nothing if it already matches pyproject.toml."""
     check_machine()
     stamp, wanted = venv / STAMP, fingerprint()
     if stamp.exists() and stamp.read_text() == wanted:
-        stamp.touch()  # for make, which compares times
+        stamp.touch()  # make compares modification times
         return
     python = make_venv(venv)
     packages = ["-e", f"{ROOT}[dev]"]
@@ -79,7 +79,7 @@ def install(venv: Path) -> None:
 
 
 def check_machine() -> None:
-    """CannotInstall when Python is too old or no C++ compiler is there."""
+    """Raise CannotInstall if Python is too old or there is no C++ compiler."""
     if sys.version_info < OLDEST_PYTHON:
         raise CannotInstall(f"Python {sys.version.split()[0]} is too old; 3.10 or newer: make PYTHON=/path/to/python3")
     compiler = os.environ.get("CXX", "g++")
@@ -88,7 +88,7 @@ def check_machine() -> None:
 
 
 def fingerprint() -> str:
-    """Changes when the environment must be made anew."""
+    """Return a hash that changes if the environment must be created anew."""
     text = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + sys.version.encode()
     return hashlib.sha256(text + str(has_gpu()).encode()).hexdigest()
 
@@ -99,10 +99,10 @@ def has_gpu() -> bool:
 
 
 def make_venv(venv: Path) -> str:
-    """The python of `venv`, which is made if it is missing or was left half made."""
+    """Return the path of the Python of `venv`, creating `venv` if it is missing or incomplete."""
     python = str(venv / "bin" / "python")
     if pip_version(python) is None:
-        print(f"install: making {venv}", flush=True)
+        print(f"install: creating {venv}", flush=True)
         made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
         if made.returncode != 0 or pip_version(python) is None:
             reason = " ".join((made.stdout + made.stderr).strip().splitlines()[:1])
@@ -113,7 +113,7 @@ def make_venv(venv: Path) -> str:
 
 
 def pip_version(python: str) -> tuple[int, int] | None:
-    """The version of pip that `python` runs; None when it runs none."""
+    """Return the version of pip of `python`; None if it has no working pip."""
     try:
         asked = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True)
     except OSError:  # no such file, or an empty one
@@ -123,19 +123,19 @@ def pip_version(python: str) -> tuple[int, int] | None:
 
 
 class Pip:
-    """Asks the pip of an environment, as it is set up on this machine."""
+    """Queries the pip of an environment, as it is configured on this machine."""
 
     def __init__(self, python: str) -> None:
         self.python = python
 
     def resolve(self, requirement: str) -> PipReport | None:
-        """What pip would install for `requirement`; None when it finds nothing."""
+        """Return pip's report of what it would install for `requirement`; None if it finds nothing."""
         command = ["install", "--dry-run", "--quiet", "--ignore-installed", "--report", "-", requirement]
         asked = subprocess.run([self.python, "-m", "pip", *command], capture_output=True, text=True)
         return json.loads(asked.stdout) if asked.returncode == 0 else None
 
     def versions(self) -> list[str]:
-        """Every torch version on offer, as pip lists them."""
+        """Return the available versions of torch, as pip lists them."""
         asked = subprocess.run([self.python, "-m", "pip", "index", "versions", "torch"], capture_output=True, text=True)
         return parse_versions(asked.stdout)
 
@@ -143,7 +143,7 @@ class Pip:
 def choose_torch(
     resolve: Callable[[str], PipReport | None], versions: Callable[[], list[str]], gpu: bool
 ) -> tuple[str, str]:
-    """(version to install, one line saying why). CannotInstall when pip offers no torch in range."""
+    """Return (version to install, one line that says why). CannotInstall if pip finds no torch in range."""
     offered = resolve(TORCH_RANGE)
     if offered is None:
         raise CannotInstall(f"pip finds no {TORCH_RANGE} for Python {sys.version_info[0]}.{sys.version_info[1]} here")
@@ -152,7 +152,7 @@ def choose_torch(
     if gpu:
         return version, f"torch {version} for the GPU of this machine"
     if not heavy:
-        return version, f"torch {version}, which brings no CUDA packages"
+        return version, f"torch {version}, which needs no CUDA packages"
     for candidate in light_first(versions()):
         if candidate == version:
             continue
@@ -160,18 +160,18 @@ def choose_torch(
         if other is not None and not cuda_packages(other):
             return candidate, f"torch {candidate}, a CPU build, since this machine has no GPU"
     return version, (
-        f"no GPU here, but no CPU build of {TORCH_RANGE} is on offer either: "
-        f"torch {version} brings {len(heavy)} CUDA packages along"
+        f"this machine has no GPU, but pip finds no CPU build of {TORCH_RANGE}: "
+        f"torch {version} also installs {len(heavy)} CUDA packages"
     )
 
 
 def torch_version(report: PipReport) -> str:
-    """The version of torch in a pip report, local part included (`2.13.0+cpu`)."""
+    """Return the version of torch in a pip report, including the local part (`2.13.0+cpu`)."""
     return next(item["metadata"]["version"] for item in report["install"] if item["metadata"]["name"] == "torch")
 
 
 def cuda_packages(report: PipReport) -> list[str]:
-    """The packages of a pip report that only a GPU needs."""
+    """Return the packages of a pip report that are only needed for GPUs."""
     names = [item["metadata"]["name"].lower() for item in report["install"]]
     heavy = [name for name in names if re.match(r"(nvidia|cuda)[-_]", name)]
     local = torch_version(report).partition("+")[2]
@@ -179,13 +179,13 @@ def cuda_packages(report: PipReport) -> list[str]:
 
 
 def parse_versions(text: str) -> list[str]:
-    """The versions in the output of `pip index versions`; empty when it found none."""
+    """Return the versions in the output of `pip index versions`; empty if it found none."""
     found = re.search(r"^Available versions:(.*)$", text, re.MULTILINE)
     return [version.strip() for version in found[1].split(",")] if found else []
 
 
 def light_first(versions: Sequence[str]) -> list[str]:
-    """The released versions in range: CPU builds first, newest first among equals."""
+    """Return the released versions in range: CPU builds before others, and newer ones before older ones."""
     ranked = []
     for version in versions:
         number = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\+[\w.]+)?", version)

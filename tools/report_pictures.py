@@ -1,4 +1,4 @@
-"""The pictures of README.md and docs/REPORT.md, from the record of a measured run. Needs Chromium and playwright.
+"""Makes the pictures of README.md and docs/REPORT.md from the record of a measured run. Needs Chromium and playwright.
 
 python tools/report_pictures.py runs/DATE/record.json [--chromium FILE] [--out docs/images]
 """
@@ -18,7 +18,7 @@ _WIDTH = 1200
 
 
 def main() -> None:
-    """Writes report-first.png and report-timeline.png."""
+    """Write report-first.png and report-timeline.png."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("record", type=Path)
     parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def click_a_collective(page: Page) -> None:
-    """Clicks where a collective flies in the middle of the order after the passes, if one does."""
+    """Click on a collective that is in flight in the middle of the order after the passes, if there is one."""
     plot = page.locator("#timeline .u-over")
     box = plot.bounding_box()
     assert box is not None
@@ -58,7 +58,7 @@ def click_a_collective(page: Page) -> None:
 
 
 def picture(page: Page, target: Path, first: str, last: str) -> None:
-    """From the top of one element to the bottom of another."""
+    """Save a picture of the page from the top of element `first` to the bottom of element `last`."""
     page.mouse.move(0, 0)
     page.evaluate("scrollTo(0, 0)")
     top, bottom = page.locator(first).first.bounding_box(), page.locator(last).bounding_box()
