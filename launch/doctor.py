@@ -126,7 +126,7 @@ def measured(device: torch.device, profile: DeviceProfile) -> Iterator[Finding]:
 
 
 def compared(what: str, reached: float, promised: float | None, unit: float, name: str) -> Finding:
-    """A measured rate compared with the profile's."""
+    """Return the finding about a measured rate (`reached`) and the profile's (`promised`)."""
     if promised is None:
         return Finding(what, f"{reached / unit:.3g} {name}; not in the profile", "overlapc calibrate measures it")
     off = reached / promised - 1

@@ -112,7 +112,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(cfg.dim, cfg.ffn, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[batch, seq, dim]` in and out."""
+        """`x` and the result are `[batch, seq, dim]`."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -127,7 +127,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(cfg)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`[batch, seq, dim]` in and out (under sequence parallelism, this rank's part of `seq`)."""
+        """`x` and the result are `[batch, seq, dim]` (with sequence parallelism, this rank's part of `seq`)."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.feed_forward(self.ffn_norm(x))
 

@@ -107,7 +107,7 @@ class Watch(WatchThread):
         return self._run_dir / f"rank{rank}" / _PID
 
     def _ended(self, rank: int, exit_code: int | None, others: Iterable[int]) -> None:
-        """Write the departure of a rank for the other ranks, and let these end if it failed."""
+        """Write the departure of a rank for the other ranks. If it failed, wake stopped ranks, which must end too."""
         finished = (self._run_dir / f"rank{rank}" / _FINISHED).exists()
         by_launcher = self._failed and exit_code in (-signal.SIGTERM, -signal.SIGKILL)
         Departure(rank, time.time_ns(), exit_code, finished, by_launcher).write(self._run_dir)

@@ -147,7 +147,7 @@ def _advise(text: str) -> None:
 
 
 def _look_at_communication(gm: GraphModule) -> None:
-    """Warn about communication that is outside the graph, or that has no compute in the graph to hide it."""
+    """Warn about communication that is outside the graph, or that no compute in the graph can hide."""
     if runs_under_fsdp2():
         _advise_against_hooks("FSDP2's fully_shard, whose gathers and reductions run in hooks", _ADOPT)
     elif runs_under_ddp():

@@ -242,7 +242,7 @@ class Config:
         self._check_together()
 
     def _check_together(self) -> None:
-        """ConfigError for options that exclude each other."""
+        """Raise ConfigError for options that exclude each other."""
         if self.memory == "pool" and self.wrapper == "fx":
             raise ConfigError("memory='pool' needs wrapper='python': wrapper='fx' allocates each buffer by itself")
         if self.cuda_graphs:
@@ -317,7 +317,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of an option: `rank_timeout` -> `OVERLAPC_RANK_TIMEOUT`."""
+    """Return the environment variable of an option: `rank_timeout` -> `OVERLAPC_RANK_TIMEOUT`."""
     return "OVERLAPC_" + name.upper()
 
 

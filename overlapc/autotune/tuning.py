@@ -74,7 +74,7 @@ class Tuning:
         return {name: self.choices[name] for name in order if self.choices[name].source.name != name}
 
     def summary(self) -> str:
-        """`12 of 40 kernels measured, 3 changed: 3.21 ms -> 2.87 ms a run; most by …`."""
+        """Return `12 of 40 kernels measured, 3 changed: 3.21 ms -> 2.87 ms per run; largest gain: …`."""
         before, after = (
             sum(getattr(each, which) * len(each.nodes) for each in self.choices.values()) / 1e6
             for which in ("heuristic_ns", "chosen_ns")
@@ -83,7 +83,7 @@ class Tuning:
         if not self.changed:
             return text
         name, most = next(iter(self.changed.items()))
-        return f"{text}: {before:.2f} ms -> {after:.2f} ms a run; most by {name}, {most}"
+        return f"{text}: {before:.2f} ms -> {after:.2f} ms per run; largest gain: {name}, {most}"
 
     def __str__(self) -> str:
         lines = (f"{name} x {len(each.nodes)}: {each}" for name, each in self.choices.items())

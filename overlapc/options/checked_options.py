@@ -1,4 +1,4 @@
-"""Checks options where the user gives them: in `torch.compile`, and in the command before it starts ranks."""
+"""Checks options early: when the user calls `torch.compile`, and before the command line starts ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from overlapc.config import Config
 
 
 def checked_options(options: Mapping[str, Any] | Config | None = None, mode: str | None = None) -> Config:
-    """`Config.of` the same. ConfigError also for files that cannot be used, and for passes that there are not."""
+    """Return `Config.of(options, mode)`. ConfigError also for files that cannot be used, and for unknown passes."""
     config = Config.of(options, mode)
     if config.profile is not None:
         from overlapc.estimators.profiles.profile_file import load_profile

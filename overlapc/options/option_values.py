@@ -1,6 +1,6 @@
-"""Valid values of options: each function converts text or a Python value to the option's type.
+"""Readers of option values: each function converts text or a Python value to the option's type.
 
-All raise ConfigError, saying what they were given, for what they cannot use; `Config` adds the option's name.
+For invalid values, they raise ConfigError with the value in its message; `Config` adds the option's name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from overlapc.units import parse_bytes
 
 
 def a_bool(text: Any) -> bool:
-    """`1`, `true`, `yes`, `on` and their opposites."""
+    """Read `1`, `true`, `yes`, `on` or their opposites."""
     if isinstance(text, bool):
         return text
     word = str(text).strip().lower()
@@ -24,18 +24,18 @@ def a_bool(text: Any) -> bool:
 
 
 def number(text: Any, low: float, high: float, what: str = "a number") -> float:
-    """A number from `low` to `high`."""
+    """Read a number from `low` to `high`."""
     try:
         value = float(text)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{shown(text)} is not {what}") from None
-    if not low <= value <= high:  # nor is nan
+    if not low <= value <= high:  # also true for nan
         raise ConfigError(f"{shown(text)} is not {what} from {low:g} to {high:g}")
     return value
 
 
 def seconds(text: Any) -> float:
-    """A positive number of seconds, a year at most: torch's timeouts cannot be much longer."""
+    """Read a positive number of seconds, at most a year: torch's timeouts cannot be much longer."""
     value = number(text, 0, 365 * 86400, "a number of seconds")
     if value < 1e-3:
         raise ConfigError(f"{shown(text)} is not a positive number of seconds")
@@ -43,12 +43,12 @@ def seconds(text: Any) -> float:
 
 
 def optional_bool(text: Any) -> bool | None:
-    """None for nothing given."""
+    """Read a value like `a_bool`; None for None or ""."""
     return None if text is None or text == "" else a_bool(text)
 
 
 def optional_bytes(text: Any) -> int | None:
-    """A positive size such as `70GiB`; None for nothing given."""
+    """Read a positive size such as `70GiB`; None for None or ""."""
     if text is None or text == "":
         return None
     if isinstance(text, bool):
@@ -60,12 +60,12 @@ def optional_bytes(text: Any) -> int | None:
 
 
 def optional_count(text: Any) -> int | None:
-    """A positive whole number; None for nothing given."""
+    """Read a positive whole number; None for None or ""."""
     return None if text is None or text == "" else count(text, 1)
 
 
 def count(text: Any, least: int = 0) -> int:
-    """A whole number."""
+    """Read a whole number of at least `least`."""
     value = number(text, least, 2**31, "a whole number")
     if isinstance(text, bool) or not value.is_integer():
         raise ConfigError(f"{shown(text)} is not a whole number")
@@ -73,12 +73,12 @@ def count(text: Any, least: int = 0) -> int:
 
 
 def fraction(text: Any) -> float:
-    """A number that is not negative."""
+    """Read a number that is not negative."""
     return number(text, 0, 1e6)
 
 
 def margin(text: Any) -> float:
-    """How many times an estimate."""
+    """Read a factor of an estimate, at least 1."""
     value = number(text, 0, 1000)
     if value < 1:
         raise ConfigError(f"{shown(text)} is less than 1, the estimate itself")
@@ -86,12 +86,12 @@ def margin(text: Any) -> float:
 
 
 def optional_text(text: Any) -> str | None:
-    """None for nothing given."""
+    """Read a text; None for None or ""."""
     return None if text is None or text == "" else str(text)
 
 
 def pass_names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
-    """`"a,b"`, `"none"`, a list of names and callables, one callable, or None for the default pipeline."""
+    """Read `"a,b"`, `"none"`, a list of names and callables, one callable, or None for the default pipeline."""
     if text is None:
         return None
     if callable(text):
@@ -99,12 +99,12 @@ def pass_names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
     if isinstance(text, str):
         return () if text.strip() == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
     if not isinstance(text, Iterable):
-        raise ConfigError(f"{shown(text)} is neither names nor functions")
+        raise ConfigError(f"{shown(text)} is neither a list of names nor of functions")
     return tuple(text)
 
 
 def one_of(*choices: str) -> Callable[[Any], str]:
-    """A reader of exactly one of `choices`."""
+    """Return a reader that accepts only the values `choices`."""
 
     def read(text: Any) -> str:
         if text not in choices:
@@ -115,7 +115,7 @@ def one_of(*choices: str) -> Callable[[Any], str]:
 
 
 def words(text: Any) -> frozenset[str]:
-    """`a,b`, or words that are a collection already."""
+    """Read a set of words from `a,b` or from a collection of words."""
     if not text:
         return frozenset()
     if isinstance(text, str):
@@ -124,7 +124,7 @@ def words(text: Any) -> frozenset[str]:
 
 
 def subset_of(kind: str, *known: str) -> Callable[[Any], frozenset[str]]:
-    """A reader of some of these words, each of which names a `kind`, or of "none"."""
+    """Return a reader of a set of the `known` words, or of "none". kind: what the words name, for errors."""
 
     def read(text: Any) -> frozenset[str]:
         found = words(text) - {"none"}
@@ -137,17 +137,17 @@ def subset_of(kind: str, *known: str) -> Callable[[Any], frozenset[str]]:
 
 
 def file_or_function(value: Any) -> str | Callable[..., Any] | None:
-    """The name of a file, or a function; None for nothing given."""
+    """Read the name of a file, or a function; None for None or ""."""
     if value is None or value == "":
         return None
     return value if callable(value) else str(value)
 
 
 def path(text: Any) -> Path:
-    """A path, `~` being the home of the user."""
+    """Read a path; `~` is the user's home folder."""
     try:
         found = Path(text).expanduser()
-    except (TypeError, RuntimeError):  # of a user that there is not
+    except (TypeError, RuntimeError):  # RuntimeError: `~user` for an unknown user
         raise ConfigError(f"{shown(text)} is not a path") from None
     if text == "" or "\0" in str(found):
         raise ConfigError(f"{shown(text)} is not a path")
