@@ -47,7 +47,7 @@ class Copying:
     @property
     def starts(self) -> int:
         """Number of collectives that run by copies."""
-        return sum(len(each.starts) for each in self.groups.values())
+        return sum(len(of_group.starts) for of_group in self.groups.values())
 
     def ranks(self, group: str) -> tuple[int, ...]:
         """Return the ranks of `group`, in order."""
@@ -57,7 +57,7 @@ class Copying:
 
     def laid_out(self) -> dict[str, Layout]:
         """Return a pool layout for each group. Ranks may compute different layouts; `layout.common` merges them."""
-        found = {group: place(each.events) for group, each in self.groups.items()}
+        found = {group: place(of_group.events) for group, of_group in self.groups.items()}
         broken = self.broken(found)
         if broken is not None:
             raise ScheduleError(f"copies {broken}")
@@ -67,7 +67,7 @@ class Copying:
         """Return why the schedule cannot use these pool layouts, or None if it can."""
         if layouts.keys() != self.groups.keys():
             return "are for other process groups"
-        reasons = {group: check(each.events, layouts[group]) for group, each in self.groups.items()}
+        reasons = {group: check(of_group.events, layouts[group]) for group, of_group in self.groups.items()}
         return next((f"@{group}: {reason}" for group, reason in reasons.items() if reason is not None), None)
 
     def wanted(self, layouts: Mapping[str, Layout], groups_by_name: Mapping[str, str]) -> list[Wanted]:
@@ -96,7 +96,7 @@ class Copying:
 
 def stored_copies(copies: Mapping[str, Copied]) -> list[StoredCopies]:
     """Return the parts of a graph's copies that are cached, one per group."""
-    return [each.stored for each in {found.copies: None for found in copies.values()}]
+    return [graph_copies.stored for graph_copies in {copied.copies: None for copied in copies.values()}]
 
 
 def copying(schedule: Schedule) -> Copying:

@@ -52,7 +52,7 @@ class Generated:
             constants={name: attributes[name] for name in self.program.constants},
             kernels=tuple(self.kernels),
             counts=dict(self.counts),
-            order=order_hash(self.order, {each.group: each.layout for each in self.copies}),
+            order=order_hash(self.order, {copies.group: copies.layout for copies in self.copies}),
             copies=tuple(self.copies),
             divided=tuple(self.divided),
             agreed=self.agreed,

@@ -149,7 +149,7 @@ def has_generator(device_type: str) -> bool:
 
 def foreign() -> list[str]:
     """Return the device types whose generator is not part of overlapc."""
-    return [kind for kind, each in _generators.items() if not type(each).__module__.startswith("overlapc.")]
+    return [kind for kind, generator in _generators.items() if not type(generator).__module__.startswith("overlapc.")]
 
 
 def load(device_type: str, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:

@@ -50,7 +50,7 @@ def _at_hints(tree: Any, graph: LoweredGraph) -> Any:
     def leaf(value: Any) -> Any:
         if isinstance(value, View):
             layout = value.layout
-            size, stride = (tuple(map(graph.hint, each)) for each in (layout.size, layout.stride))
+            size, stride = (tuple(map(graph.hint, extents)) for extents in (layout.size, layout.stride))
             return Layout(layout.device, layout.dtype, size, stride, sympy.Integer(graph.hint(layout.offset)))
         return graph.hint(value) if isinstance(value, sympy.Expr) else value
 

@@ -94,7 +94,7 @@ class _Builder:
     ) -> None:
         self.copies = copies
         self.shards = _shards(schedule, copies)
-        self.unread = {start: set(each.held) for start, each in copies.items() if each.held}
+        self.unread = {start: set(copied.held) for start, copied in copies.items() if copied.held}
         self.schedule = schedule
         self.graph = graph
         self.kernels = kernels
@@ -140,20 +140,20 @@ class _Builder:
             {name: self._variable(name) for name in names},
             self.layouts,
             self.graph.constants,
-            on_failure=tuple(copies.failed for copies in {each.copies: None for each in self.copies.values()}),
+            on_failure=tuple(copies.failed for copies in {copied.copies: None for copied in self.copies.values()}),
         )
 
     def _waits(self, start: str | None, waits: list[Wait]) -> list[Instruction]:
         by = None if start is None else self.copies.get(start)
         if by is None or not waits:
-            return [WaitFor(self._variable(each.source.buffer), each) for each in waits]
+            return [WaitFor(self._variable(wait.source.buffer), wait) for wait in waits]
         return [WaitFor(self._variable(waits[0].source.buffer), waits[0], partial(by.copies.wait, by.index))]
 
     def _by_copies(self, op: IROp, by: Copied) -> Extern:
         """Return the call that starts a collective by copies; it takes and returns lists."""
         assert isinstance(op, Start)
         call = op.call
-        lists = [list(each) if isinstance(each, list | tuple) else [each] for each in (call.args[0], call.result)]
+        lists = [list(value) if isinstance(value, list | tuple) else [value] for value in (call.args[0], call.result)]
         return replace(call, target=partial(by.copies.start, by.index), args=(lists[0],), kwargs={}, result=lists[1])
 
     def _release(self, dying: set[str]) -> None:
@@ -294,9 +294,9 @@ class _Builder:
 
     def _allocate(self, memories: Collection[OutputMemory]) -> None:
         """Append allocations, new memory only after `_free_spare`: both at once would exceed the planned peak."""
-        self.instructions += [each for each in memories if isinstance(each, TakeOver)]
+        self.instructions += [memory for memory in memories if isinstance(memory, TakeOver)]
         self._free_spare()
-        self.instructions += [each for each in memories if not isinstance(each, TakeOver)]
+        self.instructions += [memory for memory in memories if not isinstance(memory, TakeOver)]
 
     def _may_overwrite(self, body: Body, read: str, written: str) -> bool:
         """Whether the kernel may store `written` in the memory that it reads as `read`.

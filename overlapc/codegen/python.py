@@ -106,8 +106,8 @@ class PythonWrapper:
         if first is not None:
             body = _on_device(first, body)
         if self.program.on_failure:
-            told = [f"{self.name_of(each, 'failed')}()" for each in self.program.on_failure]
-            body = ["try:", *_indented(body), "except BaseException:", *_indented([*told, "raise"])]
+            calls = [f"{self.name_of(function, 'failed')}()" for function in self.program.on_failure]
+            body = ["try:", *_indented(body), "except BaseException:", *_indented([*calls, "raise"])]
         if any(isinstance(item, Call | WaitFor) for item in self.program.instructions):
             body = ["with rt.below_autograd():", *_indented(body)]
         return "\n".join([*self._head(functions), *_indented(body), ""])

@@ -61,7 +61,7 @@ def memory_sets(
     """
     names = list(buffers)
     roots = {root: graph.views[root].layout for root in dict.fromkeys(map(graph.root, names))}
-    elements = {root: _padded(graph.hint(each.storage_numel()), each.dtype) for root, each in roots.items()}
+    elements = {root: _padded(graph.hint(layout.storage_numel()), layout.dtype) for root, layout in roots.items()}
     set_bytes = sum(count * roots[root].dtype.itemsize for root, count in elements.items())
     sets = max(1, min(_MOST_SETS, -(-span_bytes // max(1, set_bytes))))
     memory = {root: _filled(sets, count, roots[root].dtype, device) for root, count in elements.items()}
@@ -81,7 +81,7 @@ def _filled(sets: int, elements: int, dtype: torch.dtype, device: torch.device) 
 
 
 def _reads(value: Value) -> bool:
-    return any(isinstance(each, Load) for each in topological([value]))
+    return any(isinstance(part, Load) for part in topological([value]))
 
 
 def _folded(body: Body) -> dict[Value, int | float | bool]:

@@ -126,7 +126,7 @@ def _border(guard: Value, loop: Loop, ranges: Ranges) -> int | None:
 def _may_join(body: Body) -> bool:
     """Whether each reduction may combine several elements per iteration, in any order."""
     reduces = [value for value in body.values() if isinstance(value, Reduce)]
-    return not body.scans() and all(each.kind in JOINS and each.dtype is each.arg.dtype for each in reduces)
+    return not body.scans() and all(reduce.kind in JOINS and reduce.dtype is reduce.arg.dtype for reduce in reduces)
 
 
 # --- splitting
@@ -135,7 +135,7 @@ def _may_join(body: Body) -> bool:
 def _cut_at(body: Body, loop: Loop, part: int) -> Body | None:
     """Return `body` with `loop` over one part, whose iterations compute all parts; None if it gets too large."""
     size = sympy.Integer(part)
-    shorter = [tuple(Loop(each.symbol, size) if each is loop else each for each in nest) for nest in
+    shorter = [tuple(Loop(inner.symbol, size) if inner is loop else inner for inner in nest) for nest in
                (body.loops, body.reduction)]  # fmt: skip
     loops, reduction = shorter
     ranges = ranges_of((*loops, *reduction))

@@ -89,7 +89,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
         into = dict(zip(readers, consumers, strict=True))
         shared = {name for name in sources if name in from_kernels or users[name] - {position, *readers}}
         if few or not _pays(producer, consumers, shared, graph):
-            into = {at: each for at, each in into.items() if _reads_little(producer, each, graph)}
+            into = {at: consumer for at, consumer in into.items() if _reads_little(producer, consumer, graph)}
         if not into or any(_any_between(overwritten[graph.root(name)], position, max(into)) for name in sources):
             continue  # a source is overwritten before a reader runs
         inlined = {at: _inlined_safely(producer, consumer, graph) for at, consumer in into.items()}
@@ -168,7 +168,9 @@ def _pays(producer: Loops, consumers: list[Loops], shared: Collection[str], grap
         return False
     itemsize = producer.outputs[0].dtype.itemsize
     sources = {load.buffer: load for load in loads}.values()
-    runs = [min(iterations, graph.hint(each.body.numel() * each.body.reduction_numel())) for each in consumers]
+    runs = [
+        min(iterations, graph.hint(consumer.body.numel() * consumer.body.reduction_numel())) for consumer in consumers
+    ]
     read_bytes = sum(
         min(graph.hint(graph.views[load.buffer].layout.storage_bytes()), run * load.memory_dtype.itemsize)
         for load in sources

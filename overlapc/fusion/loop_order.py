@@ -68,7 +68,7 @@ def _parts(loop: Loop, body: Body) -> list[sympy.Expr]:
     for division in (found for expr in indices for found in expr.atoms(FloorDiv, ModularIndexing)):
         base, divisor, *modulus = division.args
         if base == loop.symbol and all(number.is_Integer for number in (divisor, *modulus)):
-            borders |= {int(divisor), *(int(divisor) * int(each) for each in modulus)}
+            borders |= {int(divisor), *(int(divisor) * int(number) for number in modulus)}
     parts: list[sympy.Expr] = []
     inner = 1
     for border in sorted(borders - {1}):

@@ -97,8 +97,8 @@ class Reach:
         for bit, number in enumerate(ops):
             self._of[number] = 1 << bit
         for number in order:
-            for each in onward[number]:
-                self._of[each] |= self._of[number]
+            for other in onward[number]:
+                self._of[other] |= self._of[number]
 
     def alone(self, a: int, b: int) -> tuple[bool, bool]:
         """Whether the first group has an op that the second has not, and vice versa."""
@@ -112,7 +112,7 @@ class Reach:
         self._of[kept] = both
         stack = [kept]
         while stack:
-            for each in self._onward[stack.pop()]:
-                if both & ~self._of[each]:
-                    self._of[each] |= both
-                    stack.append(each)
+            for other in self._onward[stack.pop()]:
+                if both & ~self._of[other]:
+                    self._of[other] |= both
+                    stack.append(other)

@@ -109,7 +109,7 @@ def _summed_at_last_token(context: Lowering, grad: View, indices: View, padding_
     rows = contiguous(out.device, torch.float32, (*indices.size, width))
     number_strides = contiguous_strides(indices.size)
 
-    def each(position: Position) -> tuple[Value, Value, _Occurrences]:
+    def token_at(position: Position) -> tuple[Value, Value, _Occurrences]:
         """Return the token's number, whether it has a gradient, and where its word occurs."""
         token = _token(context, indices, position[:-1])
         spot = place(ends, (sympy.S.Zero, sympy.S.Zero), {1: token})
@@ -119,7 +119,7 @@ def _summed_at_last_token(context: Lowering, grad: View, indices: View, padding_
 
     def begin(target: View) -> Body:
         loops, position = context.loops_over(rows)
-        number, counts, found = each(position)
+        number, counts, found = token_at(position)
         mine = both(counts, op("eq", found.last, number), op("ne", found.first, number))
         value = cast(masked_element(grad, position, mine), torch.float32)
         return Body(loops, (), (Store(target.buffer, target.layout.at(position), value, torch.float32, mask=mine),))
@@ -128,7 +128,7 @@ def _summed_at_last_token(context: Lowering, grad: View, indices: View, padding_
 
     def add(target: View) -> Body:
         loops, position = context.loops_over(rows)
-        number, counts, found = each(position)
+        number, counts, found = token_at(position)
         other = both(counts, op("ne", found.last, number))
         value = masked_element(grad, position, other)
         return Body(loops, (), (store_at(target, _row(target, found.last, position[-1], other), value, "add"),))

@@ -101,7 +101,7 @@ def backward(
         if joint is None or grad_out is None:
             raise Impossible("only its logsumexp has a gradient")
         _, *others = context.graph.constants[joint.buffer].graph.output_node().args[0]
-        if any(each is not None for each in others):
+        if any(gradient is not None for gradient in others):
             raise Impossible("a tensor that its score function reads has a gradient")
         tensors["grad_out"] = grad_out
         if grad_logsumexp is not None:
@@ -164,7 +164,7 @@ class _Space:
 
     def results(self, values: Sequence[Any]) -> list[View]:
         """Return the op's results, with the layouts that torch's op gives them."""
-        layouts = [self.context.layout(each, offset=sympy.S.Zero) for each in values]
+        layouts = [self.context.layout(value, offset=sympy.S.Zero) for value in values]
         return [View(self.context.name_for(at), layout) for at, layout in enumerate(layouts)]
 
     def attention(self, results: Mapping[str, View], block_mask: Sequence[Any], scale: float) -> Attention:
@@ -222,7 +222,7 @@ class _Space:
         self, given: Handle, buffers: Sequence[Any], before: Sequence[Value], behind: Sequence[Value] = ()
     ) -> list[Value | None]:
         """Return the results, as values, of a function of `before`, the four positions, `behind` and tensors."""
-        if not all(isinstance(each, View) for each in buffers):
+        if not all(isinstance(buffer, View) for buffer in buffers):
             raise Impossible("its functions read a number that is known only at run time")
         if not all(map(_is_fixed, buffers)):
             raise Impossible("its functions read a tensor whose size is known only at run time")
@@ -281,12 +281,12 @@ class _Inliner:
             if number is None or isinstance(number, complex):
                 raise Impossible("its functions contain a constant tensor")
             self.values[name] = constant(number, held.dtype)
-        for each in graph.ops:
-            if not isinstance(each, Loops) or len(each.body.loops) > 1 or each.body.reduction or each.mutates:
-                raise Impossible(f"its functions do more than element-wise arithmetic: {' '.join(each.origin.fx)}")
-            for store in each.body.stores:
-                if each.body.loops:
-                    self.rows[store.buffer] = self._row(store, each.body.loops[0].symbol)
+        for kernel in graph.ops:
+            if not isinstance(kernel, Loops) or len(kernel.body.loops) > 1 or kernel.body.reduction or kernel.mutates:
+                raise Impossible(f"its functions do more than element-wise arithmetic: {' '.join(kernel.origin.fx)}")
+            for store in kernel.body.stores:
+                if kernel.body.loops:
+                    self.rows[store.buffer] = self._row(store, kernel.body.loops[0].symbol)
                 else:
                     self.values[store.buffer] = as_read(store, self._in_place(store.value))
         return [None if view is None else self._in_place(self._element(view)) for view in graph.outputs]

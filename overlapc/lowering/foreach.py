@@ -43,7 +43,7 @@ BINARY = {
 }
 
 
-def each(context: Lowering, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
+def for_each_tensor(context: Lowering, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
     """Apply `rule` to the first elements of all lists, to the second ones, …; other arguments go to every call."""
     results = []
     for item in range(len(context.value_of())):
@@ -66,7 +66,7 @@ def _register(name: str, overload: str, single: str) -> None:
         rule = lowering_of(getattr(getattr(aten, name), single))
         if rule is None or "scalars" in kwargs:
             raise Impossible("scalars by name")
-        return each(context, rule, args, kwargs)
+        return for_each_tensor(context, rule, args, kwargs)
 
 
 for _name in UNARY:

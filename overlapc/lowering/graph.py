@@ -307,7 +307,7 @@ class GraphLowering:
         if len(devices) != 1 or not self.generates(next(iter(devices))):
             return False
         handles = [leaf for leaf in named_in((args, kwargs)) if isinstance(leaf, Handle)]
-        if not all(isinstance(self.graph.constants.get(each.buffer), GraphModule) for each in handles):
+        if not all(isinstance(self.graph.constants.get(handle.buffer), GraphModule) for handle in handles):
             return False  # a number known only at run time, or a tensor that is not strided
         if any(tensor.layout != torch.strided for tensor in outputs):
             return False

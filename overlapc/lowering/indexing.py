@@ -194,17 +194,17 @@ class Indexed:
         here = position[self.start : end]
         rest = iter((*position[: self.start], *position[end:]))
         at = [sympy.S.Zero if dim in self.indices else next(rest) for dim in range(len(self.x.size))]
-        wanted = {dim: index_value(context, each, here, self.x.size[dim]) for dim, each in self.indices.items()}
+        wanted = {dim: index_value(context, index, here, self.x.size[dim]) for dim, index in self.indices.items()}
         return at, wanted
 
 
 def indexed(x: View, indices: Sequence[View | None]) -> Indexed:
     """Describe `x[indices]`; raise Impossible for masks, whose number of elements depends on data."""
-    given = {dim: each for dim, each in enumerate(indices) if each is not None}
-    if any(each.dtype in (torch.bool, torch.uint8) for each in given.values()):
+    given = {dim: index for dim, index in enumerate(indices) if index is not None}
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given.values()):
         raise Impossible("a mask")
     dims = list(given)
-    shape = broadcast([each.size for each in given.values()])
+    shape = broadcast([index.size for index in given.values()])
     # Index tensors in adjacent dims put the common shape in their place, otherwise it comes first.
     start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     return Indexed(x, given, shape, start)

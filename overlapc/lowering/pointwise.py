@@ -241,7 +241,7 @@ def power(context: Lowering, base: Any, exponent: Any) -> View:
     dtype = context.promoted(DEFAULT, base, exponent)
 
     def value(*values: Value) -> Value:
-        x, y = (cast(each, dtype) for each in as_read(context, "pow", (base, exponent), values))
+        x, y = (cast(read, dtype) for read in as_read(context, "pow", (base, exponent), values))
         number = y.number if isinstance(y, Constant) else None
         if number in (2, 3):  # eager's implementation for these exponents; the bits are equal
             square = op("mul", x, x)

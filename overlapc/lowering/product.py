@@ -71,7 +71,7 @@ def _product(
         *batch, row, column = position
         at = loop_symbol("r", 0)
         factors = (context.element(left, (*batch, row, at)), context.element(right, (*batch, at, column)))
-        value: Value = Reduce("dot", op("mul", *(_rounded(each, left.dtype) for each in factors)), torch.float32)
+        value: Value = Reduce("dot", op("mul", *(_rounded(factor, left.dtype) for factor in factors)), torch.float32)
         if alpha != 1:
             value = op("mul", value, cast(context.scalar(alpha), torch.float32))
         if added is not None and beta != 0:  # with beta = 0, NaN in `added` does not count, as in eager

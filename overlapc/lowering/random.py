@@ -27,19 +27,19 @@ class _Stream:
         self.seed = tuple(Load(seed.buffer, seed.layout.at((sympy.Integer(at),)), torch.int64) for at in range(2))
         self.number = number
 
-    def word(self, each: int, position: int) -> Value:
-        """Return word `position` of the `each` words that every element has, as int64."""
-        return op("random_word", *self.seed, Index(each * self.number + position))
+    def word(self, per_element: int, position: int) -> Value:
+        """Return word `position` of the `per_element` words that every element has, as int64."""
+        return op("random_word", *self.seed, Index(per_element * self.number + position))
 
-    def uniform(self, each: int, position: int, dtype: torch.dtype) -> Value:
-        """Return number `position` of the `each` numbers in [0, 1) that every element has."""
+    def uniform(self, per_element: int, position: int, dtype: torch.dtype) -> Value:
+        """Return number `position` of the `per_element` numbers in [0, 1) that every element has."""
         if dtype == torch.float64:
-            high, low = (self.word(2 * each, 2 * position + half) for half in range(2))
+            high, low = (self.word(2 * per_element, 2 * position + half) for half in range(2))
             upper = op("shift_left", high, constant(21, torch.int64))
             whole = op("bitwise_or", upper, op("shift_right", low, constant(11, torch.int64)))
             return op("mul", cast(whole, dtype), constant(2.0**-53, dtype))
         bits = UNIFORM_BITS[dtype]
-        number = op("random", *self.seed, Index(each * self.number + position), dtype=torch.float32)
+        number = op("random", *self.seed, Index(per_element * self.number + position), dtype=torch.float32)
         if bits == UNIFORM_BITS[torch.float32]:
             return number
         steps = op("floor", op("mul", number, constant(2.0**bits, torch.float32)))  # so that none rounds up to 1

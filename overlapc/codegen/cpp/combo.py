@@ -37,7 +37,7 @@ def combo_text(bodies: Sequence[Body], arguments: dict[str, str]) -> tuple[str, 
     alone, together, together_work = [], [], 0
     for body, template in zip(bodies, templates, strict=True):
         of = dict(zip((f"b{at}" for at in range(len(template.buffers))), template.buffers, strict=True))
-        given = [f"({function.parameter_type(each)})t{number[of[each]]}" for each in arguments]
+        given = [f"({function.parameter_type(buffer)})t{number[of[buffer]]}" for buffer in arguments]
         given += [] if template.size is None else [str(template.size)]
         work = int(body.numel() * body.reduction_numel()) * planned.work_per_iteration
         if work >= PARALLEL_WORK:

@@ -59,7 +59,7 @@ UNKNOWN_SIZE = 512  # a symbolic size without a hint
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """The loops of a body by role; `outer`, `serial`, `reduction`, `vector`, `rows` and `blocked` are disjoint."""
+    """Loops by role. Every loop is in exactly one of `outer`, `serial`, `reduction`, `vector`, `rows` and `blocked`."""
 
     outer: tuple[Loop, ...]  # parallel loops that may run on threads, outermost first
     serial: tuple[Loop, ...]  # parallel loops whose iterations may write the same element

@@ -144,7 +144,7 @@ def source(op: Attention, hint: str, comment: str, tiles: Mapping[str, Tile] | N
 
 
 def _described(op: Attention, tiles: Mapping[str, Tile]) -> str:
-    parts = (f"{part} {each.queries} queries by {each.keys} keys" for part, each in tiles.items())
+    parts = (f"{part} {tile.queries} queries by {tile.keys} keys" for part, tile in tiles.items())
     return f"attention: {', '.join(parts)}"
 
 

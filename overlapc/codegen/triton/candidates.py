@@ -55,8 +55,8 @@ def _pointwise(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) ->
         block = min(1024, power_of_two(length))
         yield Tiling("rows", last, block, max(1, block // 256), grid=chosen.x[:-1])
     for block in (chosen.xblock, 2 * chosen.xblock, chosen.xblock // 2, 4 * chosen.xblock):
-        for each in (8, 4, 16):  # elements per thread
-            warps = block // (_LANES * each)
+        for per_thread in (8, 4, 16):  # elements per thread
+            warps = block // (_LANES * per_thread)
             if 1 <= warps <= 16:
                 yield replace(chosen, xblock=block, num_warps=warps)
 

@@ -46,7 +46,9 @@ def combo_source(bodies: Sequence[Body], name: str, comment: str = "", tiling: T
     tiling = tiling or _chosen(templates)[1]
     dtypes = tilings.memory_dtypes(kind)
     types = {buffer: POINTER[dtype] for buffer, dtype in dtypes.items()}
-    given = dict.fromkeys((buffer, types[f"b{at}"]) for each in templates for at, buffer in enumerate(each.buffers))
+    given = dict.fromkeys(
+        (buffer, types[f"b{at}"]) for template in templates for at, buffer in enumerate(template.buffers)
+    )
     tensors = {pointer: f"t{at}" for at, pointer in enumerate(given)}  # a buffer, seen as one type
     parts = [_part(template, types, tensors) for template in templates]
     sizes = tuple(part.known for part in parts) if templates[0].size is not None else ()

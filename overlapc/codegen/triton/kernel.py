@@ -102,7 +102,9 @@ class TritonGenerator:
             sizes = _hints(kind, size_hints or {})
             chosen = _chosen(kind, sizes)
             make = partial(self.generate, kind, hint, size_hints=size_hints)
-        return [Alternative(make(tiling=each), each) for each in alternatives(kind, sizes, around or chosen)]
+        return [
+            Alternative(make(tiling=candidate), candidate) for candidate in alternatives(kind, sizes, around or chosen)
+        ]
 
     def refuse_attention(self, op: Attention) -> str | None:
         """Return why no kernel can be generated for this attention, or None."""

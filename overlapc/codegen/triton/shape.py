@@ -149,7 +149,7 @@ class KernelShape:
         size = self.numel[axis]
         if not size.is_Integer or int(size) % WIDEST_ACCESS == 0:
             return None
-        neighbours = [str(int(size) & -int(size) if each == axis else 1) for each in self.tile_axes]
+        neighbours = [str(int(size) & -int(size) if other == axis else 1) for other in self.tile_axes]
         return neighbours[0] if len(neighbours) == 1 else f"[{', '.join(neighbours)}]"
 
     def shape(self, axes: Iterable[str]) -> str:
@@ -164,7 +164,7 @@ class KernelShape:
     def subscript(self, axis: str) -> str:
         if len(self.tile_axes) == 1:
             return ""
-        return "[" + ", ".join(":" if each == axis else "None" for each in self.tile_axes) + "]"
+        return "[" + ", ".join(":" if other == axis else "None" for other in self.tile_axes) + "]"
 
     def widened(self, text: str) -> str:
         return text if self.index_dtype == "tl.int32" else f"{text}.to({self.index_dtype})"

@@ -315,7 +315,7 @@ def _reduction(
         static=not free_symbols(loop.size for loop in body.reduction),
         streams=sum(4 * access.bytes >= whole and not access.is_store for access in inner),
         passes=_passes(body, reduced),
-        states=max((sum(len(each.states) for each in level) for level in _levels(body)), default=0),
+        states=max((sum(len(accumulation.states) for accumulation in level) for level in _levels(body)), default=0),
         stores=any(access.is_store for access in inner),
     )
     if columns:
@@ -441,17 +441,17 @@ def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
 
 def _totals(body: Body, x: tuple[Loop, ...], rows: int, length: int, best: sympy.Symbol | None) -> Tiling:
     """Return a tiling with whole rows and as many programs as run concurrently, as each stores a row of totals."""
-    rblock, each = power_of_two(length), 16  # elements per thread
+    rblock, per_thread = power_of_two(length), 16  # elements per thread
     if rblock <= _SHORT_ROW:  # one or two warps reduce a row, so several rows are done at a time
         xblock = min(max(1, 4096 // (rblock * _elements(body))), power_of_two(rows))
         num_warps, stages = _clamp(1, xblock * rblock * _elements(body) // 1024, 32), 0
     else:
         # Rows whose length does not allow loads of 16 bytes cannot be pipelined: tiles are twice as large, with fewer
         # elements per thread, as each needs an address in registers.
-        tile, each = (2048, 16) if length % 8 == 0 else (4096, 8)
+        tile, per_thread = (2048, 16) if length % 8 == 0 else (4096, 8)
         xblock = min(max(1, tile // rblock), power_of_two(rows))
-        num_warps, stages = _clamp(1, xblock * rblock // (32 * each), 32), _stages(body, xblock * rblock)
-    programs = min(MULTIPROCESSORS * max(1, 256 // each // num_warps), -(-rows // xblock))
+        num_warps, stages = _clamp(1, xblock * rblock // (32 * per_thread), 32), _stages(body, xblock * rblock)
+    programs = min(MULTIPROCESSORS * max(1, 256 // per_thread // num_warps), -(-rows // xblock))
     r = body.reduction if best is None else _with_innermost(body.reduction, best)
     return Tiling("totals", x, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs), num_stages=stages)
 

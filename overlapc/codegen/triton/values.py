@@ -280,7 +280,7 @@ class ValueWriter(AxisWriter):
         expr = self.flattened(pair.even.index)
         flat = axis_symbol(axis)
         along = flat if expr.coeff(flat) == 2 else loops[-1].symbol
-        names = {axis_symbol(each): text for each, text in kernel.index_name.items()} | self.symbols
+        names = {axis_symbol(other): text for other, text in kernel.index_name.items()} | self.symbols
         names[flat] = f"({name} // 2)"
         step = sympy.S.One
         for loop in reversed(loops):
