@@ -59,18 +59,18 @@ class Times:
         """Add a time to the entry, which other processes may have changed. Do nothing if the folder is not writable."""
         self._known[key] = ns
         try:
-            self._cache.update(self._key, _SUFFIX, self._with)
+            self._cache.update(self._key, _SUFFIX, self._merged)
         except (ConfigError, ToolchainError):
             return
 
-    def _with(self, kept: bytes | None) -> str:
-        self._known = {**self._known, **_times(kept)}
+    def _merged(self, stored: bytes | None) -> str:
+        self._known = {**self._known, **_times(stored)}
         return json.dumps({"device": self._name, "ns": self._known}, indent=1)
 
 
-def _times(kept: bytes | None) -> dict[str, float]:
+def _times(stored: bytes | None) -> dict[str, float]:
     try:
-        data = json.loads(kept or "")
+        data = json.loads(stored or "")
         found = {str(key): float(ns) for key, ns in data["ns"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}

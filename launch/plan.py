@@ -18,7 +18,7 @@ from overlapc.report.earlier import users_estimator
 from overlapc.report.graph_record import graph_record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
-from overlapc.report.saved_schedules import kept
+from overlapc.report.saved_schedules import saved_context
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
@@ -34,7 +34,7 @@ def plan_text(text: str, config: Config) -> Report:
     breaks a rule, ConfigError for text without any schedule.
     """
     named = None if config.profile is None else load_profile(config.profile)
-    saved = kept(text)
+    saved = saved_context(text)
     graphs = []
     for part in parts(text):
         schedule = parse(part)

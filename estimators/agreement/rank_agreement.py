@@ -149,7 +149,7 @@ class GraphAgreement:
         """The ranks that compile together, in order."""
         return self._meetings.ranks
 
-    def tell(self, stage: str, text: str) -> list[str]:
+    def exchange(self, stage: str, text: str) -> list[str]:
         """Exchange texts: return every rank's text at this point, in order of rank."""
         return list(json.loads(self._agree(stage, "ranks exchange texts", (), text.encode(), _listed)))
 

@@ -51,9 +51,9 @@ class Effort:
     # short bursts, 740 under the load of a training step, 712 back to back.
     load_s: float = 0.0
     burst_matmuls: Sequence[tuple[int, int, int]] = ()  # also measured in short bursts, in bf16
-    heat_matmuls: Sequence[tuple[int, int, int]] = ()  # of a transformer layer, in bf16
-    heat_idle: Sequence[float] = ()  # pauses after such a layer, as fractions of the layer's time
-    heat_bytes: int = 0  # of each of the two collectives in such a pause
+    layer_matmuls: Sequence[tuple[int, int, int]] = ()  # of a transformer layer, in bf16
+    pause_fractions: Sequence[float] = ()  # pauses after such a layer, as fractions of the layer's time
+    pause_collective_bytes: int = 0  # of each of the two collectives in such a pause
 
     @classmethod
     def quick(cls) -> Effort:
@@ -110,8 +110,8 @@ class Effort:
             generated_bytes=[2**power for power in range(18, 31, 3)],
             load_s=0.25,
             burst_matmuls=[(4096, 4096, columns) for columns in (512, 1024, 4096, 14336, 32000)],
-            heat_matmuls=[(4096, 4096, columns) for columns in (4096, 1024, 1024, 4096, 14336, 14336)]
+            layer_matmuls=[(4096, 4096, columns) for columns in (4096, 1024, 1024, 4096, 14336, 14336)]
             + [(4096, 14336, 4096)],
-            heat_idle=[0.0, 0.15, 0.3, 0.5],
-            heat_bytes=256 * MIB,
+            pause_fractions=[0.0, 0.15, 0.3, 0.5],
+            pause_collective_bytes=256 * MIB,
         )

@@ -222,7 +222,7 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tup
     changes: list[ProfileChange] = []
     groups: dict[tuple[str, str], list[ObservedNode]] = defaultdict(list)
     slowdowns: dict[str, Slowdown] = {}
-    kept = dict(profile.slowdowns)
+    fitted = dict(profile.slowdowns)
     for each in seen:
         comm = each.overlapping if each.node.comm is None else each.node.comm
         if comm is None or each.load is None or not each.overlapped_throughout:
@@ -238,14 +238,14 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tup
             factor = _common_factor(members, slowdowns[key], profile)
             if factor is not None and abs(factor - 1) > _WORTH_IT:
                 points = tuple((size, max(1.0, times * factor)) for size, times in before)
-                kept[key] = slowdowns[key] = replace(slowdowns[key], **{name: points})  # type: ignore[arg-type]
+                fitted[key] = slowdowns[key] = replace(slowdowns[key], **{name: points})  # type: ignore[arg-type]
                 changes.append(ProfileChange(f"slowdowns.{key}.{name}, factor", 1.0, factor, len(members)))
             continue
         after = _fitted(name, before, members, slowdowns[key], profile)
         if after is not None and abs(after / (before or profile.collective_slowdown) - 1) > _WORTH_IT:
-            kept[key] = slowdowns[key] = replace(slowdowns[key], **{name: after})  # type: ignore[arg-type]
+            fitted[key] = slowdowns[key] = replace(slowdowns[key], **{name: after})  # type: ignore[arg-type]
             changes.append(ProfileChange(f"slowdowns.{key}.{name}", before, after, len(members)))
-    return replace(profile, slowdowns=kept), changes
+    return replace(profile, slowdowns=fitted), changes
 
 
 def _field(each: ObservedNode, slowdown: Slowdown, profile: DeviceProfile) -> str:

@@ -86,7 +86,7 @@ class LoadMeasurement:
         bursts = self._bursts(works, throttle)
         alone_ns = sum(ns for ns, _ in bursts)
         found = []
-        for idle in self.effort.heat_idle:
+        for idle in self.effort.pause_fractions:
             busy_ns, period_ns = self._settled(works, alone_ns, idle * alone_ns)
             found.append([1000.0 * busy_ns / period_ns, clock_ratio_of(bursts, busy_ns)])
         return sorted(found)
@@ -104,7 +104,8 @@ class LoadMeasurement:
             bursts = self._bursts(works, throttle)
             work_ns = agreed(sum(ns for ns, _ in bursts), self.device)  # determines the number of rounds
             alone = [
-                collective_ns(self.clock, launch, calls_for(self.effort.heat_bytes, self.clock)) for launch in launches
+                collective_ns(self.clock, launch, calls_for(self.effort.pause_collective_bytes, self.clock))
+                for launch in launches
             ]
             pause_ns = sum(all_agreed(alone, self.device))
 
@@ -156,7 +157,7 @@ class LoadMeasurement:
 
     def _layer(self) -> list[TimedWork]:
         """Return the forward of a transformer layer: matmuls, attention, and a copy for all memory-bound kernels."""
-        works = [self._matmul(shape) for shape in self.effort.heat_matmuls]
+        works = [self._matmul(shape) for shape in self.effort.layer_matmuls]
         if self.effort.beside_attention is not None:
             case = self.effort.beside_attention
             works.insert(len(works) // 2, TimedWork("attention", case.flops, self._attend(case)))

@@ -98,7 +98,7 @@ class Measurement:
             self.say("a layer with collectives in its pauses")
             assert dist.group.WORLD is not None
             launches = [
-                launcher(collective, dist.group.WORLD, self.effort.heat_bytes, DTYPES[dtype], self.device)
+                launcher(collective, dist.group.WORLD, self.effort.pause_collective_bytes, DTYPES[dtype], self.device)
                 for collective, dtype in (("all_gather", "bf16"), ("reduce_scatter", "fp32"))
             ]
             values, load = self.quantities, LoadMeasurement(self.effort, self.device, self.clock, self.load, self.say)

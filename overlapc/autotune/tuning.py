@@ -132,7 +132,7 @@ def _on_all_ranks(agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial
 
     Not all kernels are common: a sum after an exchange contains this rank's number, and keys contain the device.
     """
-    told = agreement.tell("kernels to measure", "\n".join(map(kept.key, trials)))
+    told = agreement.exchange("kernels to measure", "\n".join(map(kept.key, trials)))
     common = set.intersection(*(set(keys.split()) for keys in told))
     return [each for each in trials if kept.key(each) in common]
 

@@ -170,11 +170,11 @@ class _Choice:
         )
         place = self._place_on_disk()
         with meeting() as agreement:
-            told = agreement.tell("parameters that stay gathered", _read(place, self.config))
+            told = agreement.exchange("parameters that stay gathered", _read(place, self.config))
         if not told[0] or len(set(told)) > 1:
             planned = json.dumps(self._planned())
             with meeting() as agreement:
-                told = agreement.tell("parameters that stay gathered", planned)
+                told = agreement.exchange("parameters that stay gathered", planned)
             if place is not None:
                 _choices(self.config.cache_dir).put(place, _SUFFIX, told[0])
         kept, why = json.loads(told[0])

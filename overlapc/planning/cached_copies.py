@@ -39,11 +39,11 @@ def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAg
     groups = {divided.group: divided for graph in graphs for divided in graph.divided}.values()
     if groups:  # the same on all ranks: the agreed orders of collectives name the parts of divided groups
         as_kept = [divided_again(divided, reach.hosts(divided.ranks)) for divided in groups]
-        if not all(map(json.loads, agreement.tell("groups of several hosts", json.dumps(all(as_kept))))):
+        if not all(map(json.loads, agreement.exchange("groups of several hosts", json.dumps(all(as_kept))))):
             return None
     try:
         with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
-            pools = open_pools(_wanted(stored), device, agreement.ranks, agreement.tell)
+            pools = open_pools(_wanted(stored), device, agreement.ranks, agreement.exchange)
     except NoSharedMemory:  # raised on all ranks: they plan the graph again, which reports the reason
         return None
     return _on(pools, graphs)

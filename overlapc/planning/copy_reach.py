@@ -47,7 +47,7 @@ class CopyReach:
         }
         if config.ranks_per_host is not None:
             mine["host"] = f"{mine.get('host')}, {dist.get_rank() // config.ranks_per_host}"
-        told = [json.loads(text) for text in agreement.tell("what can carry collectives", json.dumps(mine))]
+        told = [json.loads(text) for text in agreement.exchange("what can carry collectives", json.dumps(mine))]
         reason = next((each["reason"] for each in told if each["reason"]), "")
         asked = [tuple(group) for each in told for group in each.pop("copied")]
         return cls(dict(zip(agreement.ranks, told, strict=True)), asked, reason)

@@ -247,14 +247,14 @@ class Transports:
             assert self.agreed is not None
             return graph.on(self.agreed.layouts, pools)
         mine = {group: to_text(each.events) for group, each in graph.groups.items()}
-        given = self.agreement.tell("slots for copies", json.dumps(mine))
+        given = self.agreement.exchange("slots for copies", json.dumps(mine))
         told = dict(zip(self.agreement.ranks, map(json.loads, given), strict=True))
         layouts = {
             group: common([from_text(told[rank][group]) for rank in graph.ranks(group)]) for group in graph.groups
         }
         with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
             opened = open_pools(
-                graph.wanted(layouts, self.groups), self.device, self.agreement.ranks, self.agreement.tell
+                graph.wanted(layouts, self.groups), self.device, self.agreement.ranks, self.agreement.exchange
             )
         self.agreed = AgreedCopies(self.device, self.reach.places, self.units_by_library, layouts, self.over_hosts)
         return graph.on(layouts, opened)

@@ -105,7 +105,7 @@ def exposures(step: StepRecord, *, measured: bool = False) -> list[Exposure]:
 
     measured: use measured times (see `exposed_is_measured`) instead of predicted ones.
     """
-    found: list[Exposure] = []
+    exposed_for: list[Exposure] = []
     for graph, calls in step.called:
         by_cause: dict[Cause, list[tuple[float, CollectiveRow]]] = {}
         exposed = graph.measured.exposed if measured and graph.measured else None
@@ -115,15 +115,18 @@ def exposures(step: StepRecord, *, measured: bool = False) -> list[Exposure]:
                 by_cause.setdefault(UNFORESEEN if row.exposed_after_ns < _LITTLE * ns else cause, []).append((ns, row))
         for cause, rows in by_cause.items():
             rows.sort(key=lambda item: -item[0])
-            found.append(Exposure(cause, graph.name, tuple(row for _, row in rows), calls * sum(ns for ns, _ in rows)))
-    least_ns = _LEAST * sum(each.exposed_ns for each in found)
-    return sorted((each for each in found if each.exposed_ns >= least_ns), key=lambda each: -each.exposed_ns)
+            exposed_for.append(
+                Exposure(cause, graph.name, tuple(row for _, row in rows), calls * sum(ns for ns, _ in rows))
+            )
+    least_ns = _LEAST * sum(exposure.exposed_ns for exposure in exposed_for)
+    listed = [exposure for exposure in exposed_for if exposure.exposed_ns >= least_ns]
+    return sorted(listed, key=lambda exposure: -exposure.exposed_ns)
 
 
 def exposed_is_measured(step: StepRecord) -> bool:
     """Whether the exposed time of every collective was measured in each graph (older records hold only sums)."""
-    seen = [graph.measured for graph, _ in step.called]
-    return bool(seen) and all(each is not None and (each.exposed or not each.exposed_ns) for each in seen)
+    measured = [graph.measured for graph, _ in step.called]
+    return bool(measured) and all(times is not None and (times.exposed or not times.exposed_ns) for times in measured)
 
 
 def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
@@ -187,12 +190,12 @@ def _start(span: Span) -> float:
     return span.start_ns
 
 
-def cause_of(row: CollectiveRow, *but: Reason) -> Cause:
-    """Return why a collective is exposed, ignoring the reasons `but`.
+def cause_of(row: CollectiveRow, *ignored: Reason) -> Cause:
+    """Return why a collective is exposed, without the reasons `ignored`.
 
     If no reason of the collective has a Cause, the text of its `limit` is the explanation.
     """
-    reasons = {Reason[name] for name in row.causes if name in Reason.__members__}.difference(but)
+    reasons = {Reason[name] for name in row.causes if name in Reason.__members__}.difference(ignored)
     for cause, covered in _BY_REASON:
         if reasons & covered:
             return cause

@@ -33,21 +33,21 @@ class Captures:
 
         A capture that Dynamo has forgotten, or is still compiling, has only its number and frame.
         """
-        found = []
-        for number, of in self._traced().items():
+        captures = []
+        for number, trace in self._traced().items():
             capture = Capture(number, self._ids[number].partition("/")[0])
-            if of is not None:
-                capture = replace(capture, function=of.function, source=of.source, recompiled=of.recompiled)
-            found.append(capture)
-        return tuple(found)
+            if trace is not None:
+                capture = replace(capture, function=trace.function, source=trace.source, recompiled=trace.recompiled)
+            captures.append(capture)
+        return tuple(captures)
 
     def _traced(self) -> dict[int, Traced | None]:
-        known: dict[str, list[Traced]] = {}
-        for each in traced():
-            known.setdefault(each.compile_id, []).append(each)
+        by_id: dict[str, list[Traced]] = {}
+        for trace in traced():
+            by_id.setdefault(trace.compile_id, []).append(trace)
         found: dict[int, Traced | None] = {}
         for number, name in reversed(self._ids.items()):  # latest first: after a reset, Dynamo uses its ids again
-            found[number] = known[name].pop() if known.get(name) else None
+            found[number] = by_id[name].pop() if by_id.get(name) else None
         return dict(reversed(found.items()))
 
     def breaks(self) -> tuple[GraphBreak, ...]:

@@ -13,7 +13,7 @@ from overlapc.report.record import load
 from overlapc.report.trace_reading import read_trace, run_times
 from overlapc.schedule.text import parse
 
-Seen = dict[tuple[str, str], tuple[str, float]]  # (graph, node) -> signature or "", ns
+MeasuredTimes = dict[tuple[str, str], tuple[str, float]]  # (graph, node) -> signature or "", ns
 
 
 def users_estimator(estimates: str | Hook | None, graph: str) -> UserHook | EarlierRun | None:
@@ -42,7 +42,7 @@ def earlier_run(path: str | Path, graph: str) -> EarlierRun:
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: Path, _changed: int) -> Seen:
+def _read(path: Path, _changed: int) -> MeasuredTimes:
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -53,13 +53,13 @@ def _read(path: Path, _changed: int) -> Seen:
     graphs = [graph for step in load(path).steps for graph in step.graphs if graph.measured is not None]
     if not graphs:
         raise ConfigError(f"estimates: {path} has no measured times; use a record of `overlapc demo --profile`")
-    return {key: found for graph in reversed(graphs) for key, found in _from_record(graph).items()}
+    return {key: entry for graph in reversed(graphs) for key, entry in _from_record(graph).items()}
 
 
-def _from_record(graph: GraphRecord) -> Seen:
+def _from_record(graph: GraphRecord) -> MeasuredTimes:
     assert graph.measured is not None
     spans = {span.node: span.end_ns - span.start_ns for span in graph.after.spans if span.kind != "idle"}
-    seen: Seen = {}
+    times: MeasuredTimes = {}
     for node in parse(graph.schedule).nodes:
         ns = graph.measured.nodes.get(node.name)
         if ns is None:
@@ -67,15 +67,15 @@ def _from_record(graph: GraphRecord) -> Seen:
         slowed_ns = spans.get(node.name, 0.0)
         if node.estimate is not None and slowed_ns > node.estimate.ns > 0:
             ns *= node.estimate.ns / slowed_ns
-        seen[graph.name, node.name] = (signature_of(node), ns)
-    return seen
+        times[graph.name, node.name] = (signature_of(node), ns)
+    return times
 
 
-def _from_trace(path: Path) -> Seen:
+def _from_trace(path: Path) -> MeasuredTimes:
     trace = read_trace(path)
-    seen: dict[tuple[str, str], list[float]] = {}
+    samples: dict[tuple[str, str], list[float]] = {}
     for graph, runs in trace.runs.items():
         for run in runs:
             for node, ns in run_times(run, {}, trace.on_device).nodes.items():
-                seen.setdefault((graph, node), []).append(ns)
-    return {key: ("", median(times)) for key, times in seen.items()}
+                samples.setdefault((graph, node), []).append(ns)
+    return {key: ("", median(times)) for key, times in samples.items()}

@@ -68,14 +68,14 @@ class Ledger:
         alone_ns = spent.compute_ns - spent.slowed_ns
         idle_ns = max(0.0, spent.device_ns - spent.compute_ns - spent.exposed_ns)
         host_ns = step.host_ns or 0.0
-        beyond_ns = max(0.0, host_ns - spent.device_ns)
+        host_excess_ns = max(0.0, host_ns - spent.device_ns)
         busiest_ns = max(spent.queues_ns.values(), default=0.0)
         parts = (
             *(Part(what, alone_ns * share, kind) for (what, kind), share in compute_shares(step).items()),
             Part("compute slowed by communication", spent.slowed_ns, "slowed"),
             Part("exposed communication", spent.exposed_ns, "idle"),
             Part("gaps between kernels", idle_ns, "gap"),
-            Part("waiting for the host", beyond_ns, "host"),
+            Part("waiting for the host", host_excess_ns, "host"),
         )
         hidden_ns = max(spent.compute_ns + idle_ns, busiest_ns, host_ns)
         ceilings = [
@@ -84,51 +84,55 @@ class Ledger:
             Ceiling("all communication hidden", hidden_ns),
             Ceiling("hidden, and compute not slowed by it", max(alone_ns + idle_ns, busiest_ns, host_ns)),
         ]
-        again_ns = 0.0 if beyond_ns else recomputed_ns(step)
-        if again_ns > _LEAST * step.step_ns:
-            ceilings.append(Ceiling("without recomputation", step.step_ns - again_ns))
-        if beyond_ns:
+        recompute_ns = 0.0 if host_excess_ns else recomputed_ns(step)
+        if recompute_ns > _LEAST * step.step_ns:
+            ceilings.append(Ceiling("without recomputation", step.step_ns - recompute_ns))
+        if host_excess_ns:
             ceilings.append(Ceiling("with a host that is fast enough", spent.device_ns))
-        seen = measured_step(step) if exposed_is_measured(step) else None
+        measured = measured_step(step) if exposed_is_measured(step) else None
         # Another order saves at most the distance to the lower bound; faster compute saves at most the distance to the
         # time of the busiest queue.
         by_order_ns = max(0.0, step.step_ns - step.lower_bound_ns)
-        found = []
-        for cause, alike in _by_cause(step, bool(seen)).items():
-            exposed_ns = sum(each.exposed_ns for each in alike)
-            gain_ns = min(exposed_ns, by_order_ns) if cause in OF_ORDER and seen is None else exposed_ns
-            found.append(Gain(gain_ns, f"{_graphs(alike)}: {cause.why}", cause.advice, bool(seen)))
+        candidates = []
+        for cause, exposed in _by_cause(step, bool(measured)).items():
+            exposed_ns = sum(exposure.exposed_ns for exposure in exposed)
+            gain_ns = min(exposed_ns, by_order_ns) if cause in OF_ORDER and measured is None else exposed_ns
+            candidates.append(Gain(gain_ns, f"{_graphs(exposed)}: {cause.why}", cause.advice, bool(measured)))
         slowed = "communication slows overlapping compute"
         slowed_ns = min(spent.slowed_ns, max(0.0, step.step_ns - max(busiest_ns, host_ns)))
-        found.append(Gain(slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
-        again = "backward recomputes what forward computed"
-        found.append(
-            Gain(again_ns, again, "fewer activation checkpoints or reshard_after_forward=False, where memory allows")
+        candidates.append(Gain(slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
+        recomputes = "backward recomputes what forward computed"
+        candidates.append(
+            Gain(
+                recompute_ns,
+                recomputes,
+                "fewer activation checkpoints or reshard_after_forward=False, where memory allows",
+            )
         )
         more = saved_by_keeping(step)
         if more:
             regathers = f"backward gathers {human_bytes(more[-1][0])} of parameters again"
-            found.append(Gain(more[-1][1], regathers, f"a larger memory_budget; {savings_text(more)}"))
-        if seen is not None:
-            found.append(Gain(seen.late_ns, "the device waits for the host's next launch", FOR_THE_HOST, True))
-        elif beyond_ns:
+            candidates.append(Gain(more[-1][1], regathers, f"a larger memory_budget; {savings_text(more)}"))
+        if measured is not None:
+            candidates.append(Gain(measured.late_ns, "the device waits for the host's next launch", FOR_THE_HOST, True))
+        elif host_excess_ns:
             why = spent.limiting_factor()
-            found = [Gain(beyond_ns, why.why, why.advice)]  # saving device time does not shorten the host's time
-        least_ns = _LEAST * (seen or step).step_ns
-        gains = sorted((each for each in found if each.ns > least_ns), key=lambda each: -each.ns)
+            candidates = [Gain(host_excess_ns, why.why, why.advice)]  # a shorter device time does not help
+        least_ns = _LEAST * (measured or step).step_ns
+        gains = sorted((gain for gain in candidates if gain.ns > least_ns), key=lambda gain: -gain.ns)
         shown = tuple(part for part in parts if part.ns > 0)
         return cls(step.step_ns, shown, tuple(ceilings), tuple(gains), utilization(step))
 
 
 def _by_cause(step: StepRecord, measured: bool) -> dict[Cause, list[Exposure]]:
-    found: dict[Cause, list[Exposure]] = defaultdict(list)
-    for each in exposures(step, measured=measured):
-        found[each.cause].append(each)
-    return found
+    by_cause: dict[Cause, list[Exposure]] = defaultdict(list)
+    for exposure in exposures(step, measured=measured):
+        by_cause[exposure.cause].append(exposure)
+    return by_cause
 
 
-def _graphs(alike: Sequence[Exposure]) -> str:
-    return " and ".join(dict.fromkeys(each.graph for each in alike))
+def _graphs(exposed: Sequence[Exposure]) -> str:
+    return " and ".join(dict.fromkeys(exposure.graph for exposure in exposed))
 
 
 _PRODUCTS, _ATTENTION, _CONVOLUTIONS, _GENERATED, _OTHERS = (

@@ -221,7 +221,7 @@
     }
     const panel = byId("node"), list = document.createElement("dl"), head = document.createElement("b");
     head.textContent = `${name} in ${graph}`;
-    for (const [what, said] of rows) for (const [tag, text] of [["dt", what], ["dd", said]]) { const item = document.createElement(tag); item.textContent = text; list.append(item); }
+    for (const [title, value] of rows) for (const [tag, text] of [["dt", title], ["dd", value]]) { const item = document.createElement(tag); item.textContent = text; list.append(item); }
     panel.replaceChildren(head, list);
     panel.hidden = false;
   }
@@ -233,9 +233,9 @@
     const head = document.createElement("b"), list = document.createElement("dl");
     head.textContent = `Peak: ${bytes(found.bytes)} in ${found.graph}` + (found.node ? ` at ${found.node}` : "") + (found.budget ? `, budget ${bytes(found.budget)}` : "");
     for (const [name, of, size] of [...found.held, ...(found.more ? [[`and ${found.more} more`, "", found.rest]] : [])]) {
-      const [row, term, said, whose] = ["div", "dt", "dd", "small"].map(tag => document.createElement(tag));
-      term.textContent = `${name} `; whose.textContent = of; said.textContent = size;
-      term.append(whose); row.append(term, said); list.append(row);
+      const [row, term, amount, module] = ["div", "dt", "dd", "small"].map(tag => document.createElement(tag));
+      term.textContent = `${name} `; module.textContent = of; amount.textContent = size;
+      term.append(module); row.append(term, amount); list.append(row);
     }
     panel.replaceChildren(head, list);
   }

@@ -38,9 +38,9 @@
     const head = document.createElement("b"), list = document.createElement("dl");
     head.textContent = `${number(data.places[at])} ${data.across}: ${data.measures[measure]}`;
     for (const line of data.lines) {
-      const [term, said] = ["dt", "dd"].map(tag => document.createElement(tag)), value = line.values[measure][at];
-      term.textContent = line.name || "planned"; said.textContent = value === null ? "does not fit" : number(value);
-      list.append(term, said);
+      const [term, figure] = ["dt", "dd"].map(tag => document.createElement(tag)), value = line.values[measure][at];
+      term.textContent = line.name || "planned"; figure.textContent = value === null ? "does not fit" : number(value);
+      list.append(term, figure);
     }
     panel.replaceChildren(head, list);
   }

@@ -112,7 +112,7 @@ def plot_data(axes: Axes, found: Sequence[tuple[Point, Outcome]]) -> dict[str, o
     nothing: tuple[float | None, ...] = (None,) * len(_MEASURES)
     lines: dict[str, list[tuple[float | None, ...]]] = {}
     for point, outcome in drawn:
-        values = lines.setdefault(", ".join(_said(other, point[other]) for other in others), [nothing] * len(places))
+        values = lines.setdefault(", ".join(_label(other, point[other]) for other in others), [nothing] * len(places))
         if not isinstance(outcome, str):
             values[places.index(_number(across, point[across]))] = Figures.of(outcome).measures()
     known = [
@@ -128,7 +128,7 @@ def plot_data(axes: Axes, found: Sequence[tuple[Point, Outcome]]) -> dict[str, o
     }
 
 
-def _said(axis: str, value: str) -> str:
+def _label(axis: str, value: str) -> str:
     return f"{axis} {value}" if value else f"no {axis}"
 
 

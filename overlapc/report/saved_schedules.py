@@ -29,7 +29,7 @@ _LINE = re.compile(r"^# (machine|step) (\{.*\})[ \t]*\r?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedContext:
     """What a file of schedules contains besides the schedules."""
 
     profiles: Mapping[str, DeviceProfile]  # by graph
@@ -81,7 +81,7 @@ def _lines(step: StepRecord) -> Iterator[str]:
     yield f"# step {json.dumps({'world_size': step.world_size, 'calls': calls})}"
 
 
-def kept(text: str) -> Kept:
+def saved_context(text: str) -> SavedContext:
     """Read the lines that `render` wrote after the schedules, if any. Raise ConfigError if such a line is malformed."""
     profiles: dict[str, DeviceProfile] = {}
     step = _Step()
@@ -92,4 +92,4 @@ def kept(text: str) -> Kept:
             continue
         machine = documents.from_json(content, _Machine, problem)
         profiles.update(dict.fromkeys(machine.graphs, profile_from_json(machine.profile, problem)))
-    return Kept(profiles, step.calls, max(1, step.world_size))
+    return SavedContext(profiles, step.calls, max(1, step.world_size))

@@ -58,16 +58,16 @@ def _lines(timeline: Timeline) -> Iterator[str]:
 
 def _line(at_ns: float, ns: float, mark: str, node: Node, note: str) -> str:
     known = "" if node.estimate is not None or node.kind is Kind.WAIT else " (no estimate)"
-    return f"{at_ns / 1e3:12.1f} {ns / 1e3:9.1f}  {mark}     {short(node):<60} {note}{known}".rstrip()
+    return f"{at_ns / 1e3:12.1f} {ns / 1e3:9.1f}  {mark}     {_summary(node):<60} {note}{known}".rstrip()
 
 
-def short(node: Node) -> str:
+def _summary(node: Node) -> str:
     """Return a node in one line: its name, op and inputs."""
     reads = ", ".join(node.reads[:4]) + (", ..." if len(node.reads) > 4 else "")
     return f"{node.name} = {node.op}({reads})"
 
 
-def long(timeline: Timeline, name: str) -> str:
+def describe(timeline: Timeline, name: str) -> str:
     """Return the details of a node: statement, time, buffers, the nodes that it depends on and its readers."""
     schedule = timeline.schedule
     node, at = schedule.node(name), schedule.position(name)
@@ -86,4 +86,4 @@ def long(timeline: Timeline, name: str) -> str:
         ("source", origin.source),
         ("fx", " ".join(origin.fx)),
     ]
-    return "\n".join(f"{what:<10} {said}" for what, said in rows if said) + "\n"
+    return "\n".join(f"{title:<10} {value}" for title, value in rows if value) + "\n"

@@ -2,7 +2,7 @@ import re
 
 from overlapc.estimators.timeline import simulate
 from overlapc.report.drawing import to_dot
-from overlapc.report.walk_through import long, walk_through
+from overlapc.report.walk_through import describe, walk_through
 from overlapc.schedule.text import parse
 
 TEXT = """
@@ -21,7 +21,7 @@ def test_every_node_says_what_runs_beside_it_and_what_stands_still():
 
 
 def test_the_long_form_of_a_node_has_its_time_and_neighbours():
-    text = long(simulate(parse(TEXT)), "y")
+    text = describe(simulate(parse(TEXT)), "y")
     assert "statement  y = kernel(h, w) : 2B  5us" in text
     assert "runs       60.0 to 65.0 us" in text
     assert "needs      h, w" in text

@@ -27,7 +27,7 @@ from overlapc.runtime.copies.commands import Command, Given, Run, Turn
 from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.shared_memory import Memory, Offer, offer
 
-Tell = Callable[[str, str], Sequence[str]]
+Exchange = Callable[[str, str], Sequence[str]]
 """(stage, this rank's text) -> the texts of all ranks that compile this graph, in order of rank; may raise
 RanksDisagree."""
 
@@ -83,7 +83,9 @@ class Wanted:
     layout: str  # the layout of the graph's collectives, as text
 
 
-def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequence[int], tell: Tell) -> dict[str, Pool]:
+def open_pools(
+    wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequence[int], exchange: Exchange
+) -> dict[str, Pool]:
     """Return pools of at least these bytes, by name. Collective: all of `all_ranks`, which compile this graph, call it.
 
     Either all ranks of a group allocate new memory or none does, whatever each still has from earlier graphs. If one
@@ -103,7 +105,7 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
         }
         for each, pool in zip(wanted, found.values(), strict=True)
     }
-    told = dict(zip(all_ranks, map(json.loads, tell("pools for copies", json.dumps(mine))), strict=True))
+    told = dict(zip(all_ranks, map(json.loads, exchange("pools for copies", json.dumps(mine))), strict=True))
     for each in wanted:
         busy = next((rank for rank in each.ranks if told[rank][each.name]["held"]), None)
         if busy is not None:
@@ -129,7 +131,7 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
             failure = str(error)
         # From here on nothing is in flight on any rank, and all ranks have their new memory, or all raise.
         texts = {name: [made.text, secrets.token_hex(8)] for name, made in offers.items()}
-        given = dict(zip(all_ranks, _exchanged("memory for copies", failure, texts, all_ranks, tell), strict=True))
+        given = dict(zip(all_ranks, _exchanged("memory for copies", failure, texts, all_ranks, exchange), strict=True))
         try:
             for name, made in offers.items():
                 pool = found[name]
@@ -138,7 +140,7 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
                 memories[name] = memory, str(of_group)
         except (OSError, RuntimeError) as error:
             failure = f"the memory of other ranks cannot be reached: {error}"
-        _exchanged("copies can start", failure, {}, all_ranks, tell)  # all have mapped all memory: names can go
+        _exchanged("copies can start", failure, {}, all_ranks, exchange)  # all have mapped all memory: names can go
     finally:
         for made in offers.values():
             made.withdraw()
@@ -147,12 +149,12 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
     return found
 
 
-def _exchanged(stage: str, failure: str, what: Any, ranks: Sequence[int], tell: Tell) -> list[Any]:
+def _exchanged(stage: str, failure: str, what: Any, ranks: Sequence[int], exchange: Exchange) -> list[Any]:
     """Exchange `what` with all ranks and return theirs, in order; raise NoSharedMemory if one reports a failure.
 
     failure: this rank's own; "" for none.
     """
-    told = [json.loads(text) for text in tell(stage, json.dumps([failure, what]))]
+    told = [json.loads(text) for text in exchange(stage, json.dumps([failure, what]))]
     for rank, (failed, _) in zip(ranks, told, strict=True):
         if failed:
             raise NoSharedMemory(f"rank {rank}: {failed}")

@@ -29,9 +29,9 @@ TINY = Effort(
     layer=[64, 100, 7],
     load_s=0.0005,
     burst_matmuls=[(8, 8, 8), (16, 16, 16)],
-    heat_matmuls=[(16, 16, 16), (8, 16, 32)],
-    heat_idle=[0.0, 20.0],
-    heat_bytes=4096,
+    layer_matmuls=[(16, 16, 16), (8, 16, 32)],
+    pause_fractions=[0.0, 20.0],
+    pause_collective_bytes=4096,
 )
 
 

@@ -37,7 +37,7 @@ class Case(NamedTuple):
     blocks: int = 1
 
 
-def tell(stage: str, text: str) -> Sequence[str]:
+def exchange(stage: str, text: str) -> Sequence[str]:
     """As ranks that compile tell each other."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
@@ -49,9 +49,9 @@ def pool_of(size_bytes: int, timeout_s: float | None = None) -> Pool:
     ranks = tuple(range(dist.get_world_size()))
     wanted = Wanted(dist.group.WORLD.group_name, "dp", ranks, size_bytes, "")
     if timeout_s is None:
-        return open_pools([wanted], CPU, ranks, tell)["dp"]
+        return open_pools([wanted], CPU, ranks, exchange)["dp"]
     with mock.patch("overlapc.runtime.copies.pool.timeout_s", return_value=timeout_s):
-        return open_pools([wanted], CPU, ranks, tell)["dp"]
+        return open_pools([wanted], CPU, ranks, exchange)["dp"]
 
 
 def made(pool: Pool | None, cases: Sequence[Case], ahead: int, timeout_s: float | None = None) -> GraphCopies:
