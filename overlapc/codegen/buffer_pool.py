@@ -123,13 +123,13 @@ def peak_bytes(program: Program, schedule: Schedule, hint: Callable[[sympy.Expr]
     sizes = {buffer.name: buffer.bytes for buffer in schedule.buffers.values() if buffer.freeable}
     scratch = {node.name: node.scratch_bytes for node in schedule.nodes}
     for item in program.instructions:
-        came = [(name, hint(size)) for name, size in item.allocates(program)]
+        allocated = [(name, hint(size)) for name, size in item.allocates(program)]
         if isinstance(item, TakeOver):
             sizes[item.variable] = sizes.pop(item.source, 0)
         else:
             live -= sum(sizes.pop(name, 0) for name in item.frees())
-        sizes.update(came)
-        live += sum(size for _, size in came)
+        sizes.update(allocated)
+        live += sum(size for _, size in allocated)
         if isinstance(item, NodeInstruction):
             peak = max(peak, live + scratch.get(item.op.name, 0))
     return peak
@@ -148,9 +148,9 @@ def _chains(program: Program) -> dict[str, _Chain]:
             found[item.variable] = found[item.source]
         elif isinstance(item, Free):
             freed.update(item.variables)
-    alone = {id(found[name]) for name in (*_returned(program), *_address_dependent(program)) if name in found}
+    unpooled = {id(found[name]) for name in (*_returned(program), *_address_dependent(program)) if name in found}
     ending = {id(found[name]) for name in freed if name in found}
-    return {name: chain for name, chain in found.items() if id(chain) in ending - alone}
+    return {name: chain for name, chain in found.items() if id(chain) in ending - unpooled}
 
 
 def _returned(program: Program) -> Iterable[str]:

@@ -80,8 +80,8 @@ class Copying:
 
     def on(self, layouts: Mapping[str, Layout], pools: Mapping[str, Pool]) -> dict[str, Copied]:
         """Map the name of each start to the collective by copies that generated code runs for it."""
-        lying = pooled(self.schedule)
-        shard_of = {whole: shard for shard, whole in lying.shards.items()}
+        pooled_buffers = pooled(self.schedule)
+        shard_of = {whole: shard for shard, whole in pooled_buffers.shards.items()}
         found: dict[str, Copied] = {}
         for group, of_group in self.groups.items():
             forms, blocks = [form for _, form in of_group.starts], [_blocks(node) for node, _ in of_group.starts]
@@ -111,7 +111,7 @@ def copying(schedule: Schedule) -> Copying:
             for root in map(schedule.root, node.writes):
                 of_group.tensors[root] = len(of_group.tensors)
                 group_of[root] = node.group
-    lying = pooled(schedule)
+    pooled_buffers = pooled(schedule)
     taken: set[str] = set()
 
     def take(root: str, size_bytes: int) -> None:
@@ -126,8 +126,8 @@ def copying(schedule: Schedule) -> Copying:
 
     for at, (node, frees) in enumerate(zip(schedule.nodes, analyze(schedule).frees, strict=True)):
         for shard in node.writes:
-            if shard in lying.shards:
-                whole = lying.shards[shard]
+            if shard in pooled_buffers.shards:
+                whole = pooled_buffers.shards[shard]
                 take(whole, schedule.buffers[whole].bytes)
         if node.name in forms:
             roots = [schedule.root(name) for name in node.writes]
@@ -143,7 +143,7 @@ def copying(schedule: Schedule) -> Copying:
                 if root in waited:
                     release(root)
         for root in frees:
-            if root in lying.brought:
+            if root in pooled_buffers.brought:
                 release(root)
     return Copying(schedule, groups)
 

@@ -171,12 +171,12 @@ def _cut_collectives(program: Program, refused: dict[int, str], edges: set[int])
 def _in_flight(spans: Mapping[int, int], points: list[int]) -> dict[int, list[int]]:
     """Map each point to the launches of the collectives that are in flight there."""
     found: dict[int, list[int]] = {}
-    flying: list[int] = []
+    in_flight: list[int] = []
     for at in points:
-        flying = [start for start in flying if spans[start] > at]
-        found[at] = list(flying)
+        in_flight = [start for start in in_flight if spans[start] > at]
+        found[at] = list(in_flight)
         if at in spans:
-            flying.append(at)
+            in_flight.append(at)
     return found
 
 

@@ -88,13 +88,13 @@ class PythonWrapper:
 
     def _module(self, steps: Sequence[Instruction | CapturedPart], marked: bool) -> str:
         device = first = next((found for found in map(_gpu, steps) if found is not None), None)
-        looked_at = [item for item in steps if isinstance(item, CheckInput)]
+        input_checks = [item for item in steps if isinstance(item, CheckInput)]
         functions: list[str] = []
         body: list[str] = []
         # In program order, because objects are numbered at their first use.
         for item in steps:
             if isinstance(item, CheckInput):
-                body += self._layouts(looked_at) if item is looked_at[0] else []
+                body += self._layouts(input_checks) if item is input_checks[0] else []
                 continue
             wanted = _gpu(item)
             if wanted not in (None, device):

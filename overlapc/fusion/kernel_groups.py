@@ -104,7 +104,7 @@ class Groups:
             return Refusal("they run on different devices")
         # If one group precedes a start and the other follows a wait, the start would depend on the wait: the merged
         # kernel would prevent overlap that the passes could have planned.
-        waits, starts = self._waits.alone(a.number, b.number), self._starts.alone(a.number, b.number)
+        waits, starts = self._waits.differ(a.number, b.number), self._starts.differ(a.number, b.number)
         if (starts[0] and waits[1]) or (starts[1] and waits[0]):
             return Refusal("one precedes a collective's start, the other follows a wait")
         return None

@@ -100,7 +100,7 @@ class Reach:
             for other in onward[number]:
                 self._of[other] |= self._of[number]
 
-    def alone(self, a: int, b: int) -> tuple[bool, bool]:
+    def differ(self, a: int, b: int) -> tuple[bool, bool]:
         """Whether the first group has an op that the second has not, and vice versa."""
         return bool(self._of[a] & ~self._of[b]), bool(self._of[b] & ~self._of[a])
 

@@ -139,10 +139,10 @@ def _summed_at_last_token(context: Lowering, grad: View, indices: View, padding_
         loops, position = context.loops_over(result.layout)
         found = _occurrences(ends, Index(position[0]), None, tokens)
         occurs = op("ge", found.last, constant(0, torch.int32))
-        alone = op("eq", found.last, found.first)
-        one = _load(grad, _row(grad, found.last, position[1], both(occurs, alone)))
-        many = _load(sums, _row(sums, found.last, position[1], both(occurs, op("logical_not", alone))))
-        return Body(loops, (), (context.store(result, position, op("where", alone, one, many)),))
+        occurs_once = op("eq", found.last, found.first)
+        one = _load(grad, _row(grad, found.last, position[1], both(occurs, occurs_once)))
+        many = _load(sums, _row(sums, found.last, position[1], both(occurs, op("logical_not", occurs_once))))
+        return Body(loops, (), (context.store(result, position, op("where", occurs_once, one, many)),))
 
     return context.loops(finish)
 
@@ -158,9 +158,9 @@ class _Occurrences:
 def _ends(context: Lowering, indices: View, padding_idx: Any, out: Layout) -> View:
     """Compute the table of last and first tokens, see `_summed_at_last_token`."""
     size = (sympy.Integer(2), out.size[0])
-    no_owner = constant(-1, torch.int32)
+    no_token = constant(-1, torch.int32)
     ends = context.pointwise(
-        lambda: no_owner, name=context.name_for("ends"), layout=contiguous(out.device, torch.int32, size)
+        lambda: no_token, name=context.name_for("ends"), layout=contiguous(out.device, torch.int32, size)
     )
     strides = contiguous_strides(indices.size)
 

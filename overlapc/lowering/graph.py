@@ -250,7 +250,7 @@ class GraphLowering:
                 args, kwargs = (whole, *args[1:3], self._offset_in_memory(node)), {}
             elif self._is_described(args[0], value) and not self._starts_at_callers_memory(node, args[0]):
                 return self._view(node, args[0], value)
-            if target is aten.as_strided.default and self._is_result_alone(node, args[0]):
+            if target is aten.as_strided.default and self._is_only_returned(node, args[0]):
                 # The result shares the input's memory, as in eager. Reuse of that memory checks its references first.
                 return self.context.extern(target, args, kwargs, pure=True)
             # The result is copied if it shares memory, because memory reuse would not know of the alias.
@@ -354,7 +354,7 @@ class GraphLowering:
             return False
         return _given_offset(node) is not None
 
-    def _is_result_alone(self, node: Node, base: View) -> bool:
+    def _is_only_returned(self, node: Node, base: View) -> bool:
         """Whether a view of an input is only returned, and the graph does not change that input."""
         if any(user.op != "output" for user in node.users) or not self._starts_at_callers_memory(node, base):
             return False

@@ -106,9 +106,9 @@ def scatter_into(
     if not out.is_dense():
         raise Impossible(f"output strides {out.stride} of size {out.size} leave holes")
     same = kept.dtype == x.dtype
-    begun = x
+    started = x
     if not (same and context.replaces_its_input(x)):
-        begun = context.pointwise(
+        started = context.pointwise(
             lambda element: kept.enter(element),
             x,
             name=None if same else context.name_for("sums"),
@@ -122,7 +122,7 @@ def scatter_into(
         element = kept.enter(cast(value(position), x.dtype))
         return Body(loops, (), (store_at(target, spot, element, kept.mode),))
 
-    changed = context.update(begun, body)
+    changed = context.update(started, body)
     return changed if same else context.pointwise(kept.leave, changed)
 
 
