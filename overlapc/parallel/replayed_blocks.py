@@ -369,7 +369,8 @@ class _Block:
             copy.meta = {**node.meta, "creation_timestamp": copy.meta["creation_timestamp"]}
         else:
             copy = _created_like(node, create, argument)
-        self._set_modules(tx, node, copy)
+        if "nn_module_stack" in node.meta:
+            self._set_modules(tx, node, copy)
         copies[node] = copy
 
     def _copied_body(
@@ -410,10 +411,14 @@ class _Block:
 
 def _created_like(node: fx.Node, create: Callable[..., fx.Node], argument: Callable[[Any], Any]) -> fx.Node:
     """Copy `node` by `create`, with the name that Dynamo would give it there."""
-    *within, (made_as, target) = node.meta["source_fn_stack"]
+    # Dynamo records no source for nodes that enter and leave contexts (autocast, no_grad).
+    stack = node.meta.get("source_fn_stack", ())
+    made_as = stack[-1][0] if stack else node.name
     args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
     copy = create(node.op, node.target, args, kwargs, _numberless(made_as), node.type)
-    copy.meta = {**node.meta, **copy.meta, "source_fn_stack": [*within, (copy.name, target)]}
+    copy.meta = {**node.meta, **copy.meta}
+    if stack:
+        copy.meta["source_fn_stack"] = [*stack[:-1], (copy.name, stack[-1][1])]
     if _numberless(node.name) != _numberless(made_as):
         copy._rename(_numberless(node.name))  # Dynamo named it after the variable that holds it
     return copy

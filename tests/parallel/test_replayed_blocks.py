@@ -230,6 +230,29 @@ def test_modes_around_a_block_are_told_apart():
     once(sharded(Modes()), 1)  # `fourth`, which computes in the mode of `first`
 
 
+class Contexts(Block):
+    """Enters modes, as norms and rotary embeddings do; the nodes that do so come without a source."""
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.up(x)
+            with torch.autocast("cpu", enabled=False):
+                y = self.norm(y.float())
+        with torch.no_grad():
+            scale = y.abs().amax()
+        return x + y / scale
+
+
+class CheckpointedContexts(Contexts):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("block", [Contexts, CheckpointedContexts])
+def test_blocks_that_enter_modes_are_traced_once(block):
+    once(sharded(Model(block)), 3)
+
+
 class Counting(Block):
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
         self.calls += 1
