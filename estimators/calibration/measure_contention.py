@@ -106,16 +106,17 @@ class ContentionMeasurement:
         with torch.no_grad():
             own_ns = [compute_ns(self.clock, call, rounds=1) for call in calls.values()]
             calls_ns = dict(zip(calls, all_agreed(own_ns, self.device), strict=True))
-            met = measured_contention(calls, calls_ns, launch, alone_ns, self.load, copy_ns)
-        for name, each in met.items():
+            contention = measured_contention(calls, calls_ns, launch, alone_ns, self.load, copy_ns)
+        for name, each in contention.items():
             self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
-        apart = all_agreed([each.compute is None for each in met.values()], self.device)  # the same calls on all ranks
-        left_out = [name for name, missing in zip(met, apart, strict=True) if missing]
+        # All ranks leave out the same calls.
+        missing = all_agreed([each.compute is None for each in contention.values()], self.device)
+        left_out = [name for name, absent in zip(contention, missing, strict=True) if absent]
         if left_out:
             self.say(f"  left out, because they were never overlapped for their whole time: {', '.join(left_out)}")
         return {
             name: (max(1.0, each.compute or 1.0), max(1.0, each.collective or 1.0))
-            for name, each in met.items()
+            for name, each in contention.items()
             if name not in left_out
         }
 

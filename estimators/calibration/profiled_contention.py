@@ -172,8 +172,8 @@ def contention_in(
         alone_ns = statistics.median(span.ns for span in (*before, *after))
         slowed = [span.ns for span in beside if _share(span, moving) >= _ALL]
         begin, end = beside[0].start_ns, beside[-1].end_ns
-        met = _main([span for span in moving if span.end_ns > begin and span.start_ns < end])
-        stretched = [span.ns for span in met if _share(span, beside) >= 0.9]
+        overlapping = _main([span for span in moving if span.end_ns > begin and span.start_ns < end])
+        stretched = [span.ns for span in overlapping if _share(span, beside) >= 0.9]
         found[name] = Contention(
             alone_ns,
             of(slowed) / alone_ns if slowed else None,
@@ -211,5 +211,5 @@ def _main(spans: Sequence[Span]) -> list[Span]:
 
 def _share(span: Span, others: Sequence[Span]) -> float:
     """Return the fraction of `span` in which one of `others` runs; `others` may hardly overlap each other."""
-    met = sum(max(0, min(span.end_ns, each.end_ns) - max(span.start_ns, each.start_ns)) for each in others)
-    return min(1.0, met / span.ns)
+    overlap_ns = sum(max(0, min(span.end_ns, each.end_ns) - max(span.start_ns, each.start_ns)) for each in others)
+    return min(1.0, overlap_ns / span.ns)

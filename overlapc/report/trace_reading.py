@@ -254,8 +254,8 @@ def _stalls(
                 yield Stall(collective, (start, until))
                 start = until
         if start < end:
-            flying = [name for name, each in flights.items() if Covered.by(each).met([(start, end)])]
-            yield Stall(flying[0], (start, end))
+            in_flight = [name for name, each in flights.items() if Covered.by(each).overlap_ns([(start, end)])]
+            yield Stall(in_flight[0], (start, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,16 +322,16 @@ class Covered:
 
     def share(self, others: Sequence[Interval]) -> float:
         """Return the fraction of `others`, which must not overlap each other, that is covered."""
-        asked = length(others)
-        return self.met(others) / asked if asked else 0.0
+        total_ns = length(others)
+        return self.overlap_ns(others) / total_ns if total_ns else 0.0
 
-    def met(self, others: Iterable[Interval]) -> float:
+    def overlap_ns(self, others: Iterable[Interval]) -> float:
         """Return how much of `others`, which must not overlap each other, is covered, in ns."""
-        met = 0.0
+        overlap_ns = 0.0
         for start, end in others:
             for at in range(max(0, bisect_right(self.starts, start) - 1), bisect_right(self.starts, end)):
-                met += max(0.0, min(end, self.intervals[at][1]) - max(start, self.starts[at]))
-        return met
+                overlap_ns += max(0.0, min(end, self.intervals[at][1]) - max(start, self.starts[at]))
+        return overlap_ns
 
 
 def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
