@@ -24,7 +24,7 @@ from typing import Any
 from overlapc.config import Config
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import load_profile
-from overlapc.estimators.simulator.incremental import Replay
+from overlapc.estimators.simulator.native import replay_of
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
@@ -101,7 +101,7 @@ def local_moves(schedule: Schedule, profile: DeviceProfile, count: int = 500) ->
     """Print what it takes to evaluate so many random legal moves, half of which are then made."""
     rng = random.Random(0)
     deps = dependencies.of(schedule)
-    replay = Replay(schedule, profile)
+    replay = replay_of(schedule, profile, Config().cache_dir)
     movable = [at for at, node in enumerate(schedule.nodes) if node.kind in (Kind.START, Kind.WAIT)]
     tried_ms: list[float] = []
     changing_ms: list[float] = []  # those that change a time

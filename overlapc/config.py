@@ -79,9 +79,9 @@ class Config:
         "start collectives early enough to stay hidden even if they take this many times their estimated time",
     )
     search_effort: int = _knob(
-        10_000,
+        40_000,
         read.count,
-        "how many orders of a graph the schedule search may simulate, about 0.15 ms each; fewer make compiling faster",
+        "how many orders of a graph the schedule search may simulate, about 0.02 ms each; fewer make compiling faster",
     )
     passes: tuple[str | Callable[..., Any], ...] | None = _knob(
         None,

@@ -45,7 +45,7 @@ class Context:
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
     reorder_collectives: bool = False  # let a start pass independent ones of its group, where that pays
     overlap_margin: float = 1.0
-    effort: int = 10_000  # replays that a search may take, some 0.15 ms each; long ones count for more
+    effort: int = 40_000  # replays that a search may take, some 0.02 ms each; long ones count for more
     stop_after: str | None = None  # "PASS" or "PASS:MOVES"; see bisect.py
     most_moves: int | None = None  # set by the runner for stop_after="PASS:MOVES"; see PassReport.counted
     estimate: Callable[[Node], Estimate | None] | None = None

@@ -309,7 +309,9 @@ class Schedule:
         nodes = tuple(
             replace(node, estimate=estimates[node.name]) if node.name in estimates else node for node in self.nodes
         )
-        return replace(self, nodes=nodes, like=self)
+        estimated = replace(self, nodes=nodes, like=self)
+        vars(estimated)["_index"] = self._index  # names and places are the same
+        return estimated
 
 
 def _same(one: object, other: object) -> bool:
@@ -347,7 +349,9 @@ class _Index:
             if found is not None:
                 start_of[at] = found
                 wait_of.setdefault(found, at)
-        return cls(position, producer, _roots(schedule.buffers), start_of, wait_of)
+        like = schedule.like
+        known = None if like is None or like.buffers is not schedule.buffers else like._index.root
+        return cls(position, producer, _roots(schedule.buffers) if known is None else known, start_of, wait_of)
 
     @classmethod
     def reordered(cls, base: Schedule, schedule: Schedule) -> _Index | None:

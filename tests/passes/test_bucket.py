@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overlapc.config import Config
 from overlapc.errors import ScheduleError
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
@@ -151,7 +152,7 @@ def test_a_merge_that_loses_something_is_caught():
 
 
 SLOW = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, collective_floor_ns=2)
-CONTEXTS = (Context(), Context(profile=SLOW, overlap_margin=1.5))
+CONTEXTS = (Context(), Context(profile=SLOW, overlap_margin=1.5, cache_dir=Config().cache_dir))
 
 
 def limited(ctx: Context, schedule: Schedule, reorder: bool, room: int | None) -> Context:

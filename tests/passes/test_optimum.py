@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("ortools", reason="the exact optimum needs ortools (pip install ortools)")
 
+from overlapc.config import Config
 from overlapc.passes.base import Context
 from overlapc.passes.run import run_pipeline
 from overlapc.schedule.model import Schedule
@@ -13,7 +14,7 @@ from overlapc.schedule.text import parse
 from tests.estimators.simulator.exact import optimum
 
 # The solver knows neither a memory limit nor buckets.
-CTX = Context(reorder_collectives=True, peak_increase=100.0)
+CTX = Context(reorder_collectives=True, peak_increase=100.0, cache_dir=Config().cache_dir)
 PASSES = ("plan_overlap", "raise_under_memory", "sink_under_memory", "sink_waits", "refine")
 
 
