@@ -3,9 +3,9 @@
     def step(t0, t1, t2, t3, XBLOCK: tl.constexpr):
         program = tl.program_id(0)
         if program < 4:
-            first, in0, out0, n = 0, t0, t1, 4096
+            number, in0, out0, n = program - 0, t0, t1, 4096
         else:
-            first, in0, out0, n = 4, t2, t3, 100
+            number, in0, out0, n = program - 4, t2, t3, 100
         step_part(number, in0, out0, n, XBLOCK)
 
 The selection is a binary search, so that many parts cost a program only a few branches, and are compiled once.
