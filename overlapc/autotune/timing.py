@@ -57,18 +57,18 @@ def _searched(
 ) -> dict[str, dict[str, float]]:
     """Search for the fastest tilings of `trials` until that moment. Return `times` with all tilings measured."""
     generator = generator_for(trials[0].op.device.type)
-    unfinished = list(trials)
+    open_ones = list(trials)
     while True:
-        missing = {each.name: explore(each, times[each.name]).missing for each in unfinished}
-        unfinished = [each for each in unfinished if missing[each.name]]
-        if not unfinished:
+        missing = {each.name: explore(each, times[each.name]).missing for each in open_ones}
+        open_ones = [each for each in open_ones if missing[each.name]]
+        if not open_ones:
             return times
         launchers = _loaded(generator, itertools.chain.from_iterable(missing.values()), cache_dir)
-        for each in list(unfinished):
+        for each in list(open_ones):
             new = _times(each, missing[each.name], launchers, graph)
             times[each.name].update(new)
             if not new:
-                unfinished.remove(each)
+                open_ones.remove(each)
         if time.monotonic() > until:
             return times
 

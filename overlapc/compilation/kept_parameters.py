@@ -63,7 +63,7 @@ def partition_of(gm: GraphModule, config: Config, number: int, *, runs: bool) ->
     return partial(_divided, config=config, number=number, runs=runs, captured=gm)
 
 
-def _graphs_between(captured: GraphModule) -> str:
+def _held_beside_others(captured: GraphModule) -> str:
     """Return the reason why other graphs run between forward and backward of `captured`; "" if none do.
 
     The memory of those graphs is not known, so parameters that stay gathered meanwhile could exceed the budget.
@@ -93,7 +93,7 @@ def _divided(
     gathers = gathered_again(backward.graph)
     if not gathers:
         return forward, backward
-    reason = _graphs_between(captured) or _unfit(config, forward, backward)
+    reason = _held_beside_others(captured) or _unfit(config, forward, backward)
     if reason:
         count(f"parameters not kept gathered: {reason}")
         return _noted((forward, backward), GatherChoice(frozenset(), gathers, f"none are kept: {reason}"))

@@ -517,12 +517,18 @@ def traced() -> list[Traced]:
             str(each.compile_id),
             each.co_name,
             f"{each.co_filename}:{each.co_firstlineno}",
-            " ".join((each.recompile_reason or "").split()),
+            _failed_guard(each.recompile_reason or ""),
             max(0.0, (each.entire_frame_compile_time_s or 0.0) - (each.backend_compile_time_s or 0.0)),
         )
         for each in get_compilation_metrics()
         if each.co_name is not None  # None: a backward graph, compiled when it first ran
     ]
+
+
+def _failed_guard(reason: str) -> str:
+    """Return the guard and its line of code in one line, without the compilation's id and the stack that torch adds."""
+    guard = reason.partition("User stack trace:")[0]
+    return re.sub(r"^\d+/\d+: ", "", " ".join(guard.split()))
 
 
 def ends_in_break(gm: Any) -> bool:

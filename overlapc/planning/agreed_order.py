@@ -28,8 +28,9 @@ from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, Comm, Node, Schedule
 from overlapc.schedule.verify import verify
 
-# Passes that move compute around launches without reordering these. Tried in turn until a result has the agreed order.
-_PASSES = (("raise_collectives", "sink_waits"), ())
+# Passes that keep the order of launches on each group. Tried in turn until a result has the agreed order over all
+# groups, which raising the launches of one group may change; the order that comes in has it.
+_PASSES = (("raise_collectives", "sink_waits"), ("sink_waits",), ())
 
 
 def agreed_on(
@@ -59,7 +60,7 @@ def follow(schedule: Schedule, followed: Followed[Agreed], ctx: Context) -> Iter
         yield run_pipeline(ordered, replace(ctx, passes=passes, reorder_collectives=False, stop_after=None))
 
 
-def may_run_beside(planned: Agreed, followed: Followed[Agreed]) -> bool:
+def goes_by(planned: Agreed, followed: Followed[Agreed]) -> bool:
     """Whether `planned` and the graph that it follows can run on different ranks in one step.
 
     They can if they launch the same on all groups except those whose ranks compile together.
@@ -67,7 +68,7 @@ def may_run_beside(planned: Agreed, followed: Followed[Agreed]) -> bool:
     earlier = followed.agreed
     same = _same_groups(planned.collectives, earlier.collectives)
     apart = {comm.ranks for _, comm in (*planned.collectives, *earlier.collectives) if comm.group not in same}
-    if not all(ranks and set(ranks) <= set(followed.compiling_ranks) for ranks in apart):
+    if not all(ranks and set(ranks) <= set(followed.meets) for ranks in apart):
         return False
     return _order_on(same, planned) == _order_on(same, earlier)
 

@@ -242,7 +242,7 @@ class Transports:
         if not graph.starts:  # the same on all ranks, as the order of collectives is
             return {}
         if self.agreement is None:
-            pools = self._open_pools(graph)
+            pools = self._kept(graph)
             assert pools is not None, "`fits` returned True"
             assert self.agreed is not None
             return graph.on(self.agreed.layouts, pools)
@@ -264,9 +264,9 @@ class Transports:
         graph = copying(schedule)
         if not graph.starts:
             return self.agreed is None or not self.agreed.layouts
-        return self._open_pools(graph) is not None
+        return self._kept(graph) is not None
 
-    def _open_pools(self, graph: Copying) -> Mapping[str, Pool] | None:
+    def _kept(self, graph: Copying) -> Mapping[str, Pool] | None:
         """Return the open pools that ranks agreed on; None if the graph does not fit their layouts."""
         if self.agreed is None or graph.broken(self.agreed.layouts) is not None:
             return None
