@@ -184,6 +184,8 @@ def test_graph_breaks_and_variants_are_named_with_line_and_reason():
     again = lines[lines.index(variants[0]) + 2]
     assert again.startswith("  forward_")
     assert "size mismatch at index 0. expected 4, actual 5" in again
+    assert "stack trace" not in again
+    assert ": because 0/" not in again
 
 
 @pytest.mark.parametrize(
