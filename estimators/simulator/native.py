@@ -31,9 +31,7 @@ _FLAGS = ("-x", "c", "-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-shared
 _log = logging.getLogger("overlapc")
 
 _Ints, _Doubles = ctypes.c_void_p, ctypes.c_void_p  # addresses of arrays
-_ASK = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
-)
+_ASK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double))
 
 
 class _Totals(ctypes.Structure):
@@ -61,6 +59,7 @@ def simulated(costs: Costs, cache_dir: Path | None) -> Simulated | None:
     count = len(costs.ns)
     times, facts = array("d", bytes(8 * (3 * count + 2))), _Facts(costs)
     library.simulate(*facts.arguments, times.buffer_info()[0])
+    facts.mixes.raise_error()
     start, end, exposed = (tuple(times[count * part : count * (part + 1)]) for part in range(3))
     return Simulated(start, end, exposed, *times[3 * count :])
 
@@ -104,6 +103,7 @@ class NativeReplay(Moves):
         self._put(low, nodes)
 
     def _noted(self, found: Any) -> Timing:
+        self._facts.mixes.raise_error()
         totals = found.contents
         self.blocks_replayed = totals.blocks_replayed
         return Timing(totals.step_ns, totals.exposed_ns, totals.idle_ns)
@@ -121,21 +121,35 @@ class _Facts:
         self._ns = array("d", costs.ns)
         held, rates = profile.collectives_wait_for_kernels, (costs.launch_ns, costs.gap_ns)
         self._profile = array("d", [*rates, profile.synchronous, held])
-        self._ask = _ASK(_answers(costs))
+        self.mixes = _Mixes(costs.mix)
+        self._ask = _ASK(self.mixes.answer)
         sizes = count, costs.queues, 1 + max(costs.load, default=0)
         arrays = (each.buffer_info()[0] for each in (self._ints, self._ns, self._profile))
         self.arguments = (*sizes, *arrays, self._ask)
 
 
-def _answers(costs: Costs) -> Callable[..., int]:
-    def ask(load: int, count: int, traffic: Sequence[int], stretches: list[float]) -> int:
-        slow, each = costs.mix(load, tuple(traffic[:count]))
-        stretches[0] = slow
-        for number, stretch in enumerate(each, 1):
-            stretches[number] = stretch
-        return 0
+class _Mixes:
+    """Computes slowdown factors for replay.c, which calls `answer`."""
 
-    return ask
+    def __init__(self, mix: Callable[[int, tuple[int, ...]], tuple[float, Sequence[float]]]) -> None:
+        self._mix = mix
+        self._error: BaseException | None = None
+
+    def answer(self, load: int, count: int, traffic: Sequence[int], factors: list[float]) -> None:
+        """Write the factors of compute and of each running collective; ones if this fails (see `raise_error`)."""
+        slow: float = 1.0
+        by_queue: Sequence[float] = [1.0] * count
+        try:
+            slow, by_queue = self._mix(load, tuple(traffic[:count]))
+        except BaseException as error:  # noqa: BLE001 (Ctrl-C, too: an exception cannot pass through C)
+            self._error = error
+        for number, factor in enumerate((slow, *by_queue)):
+            factors[number] = factor
+
+    def raise_error(self) -> None:
+        """Raise the error of a call from C, if there was one: all results since then are meaningless."""
+        if self._error is not None:
+            raise self._error
 
 
 @lru_cache(None)

@@ -17,8 +17,9 @@ static inline double on_grid(double ns) { return (ns + ROUNDER) - ROUNDER; }
 static inline double most(double a, double b) { return a > b ? a : b; }
 static inline double least(double a, double b) { return a < b ? a : b; }
 
-/* Writes the slowdown factors of compute and of each running collective, and returns 0. */
-typedef int (*Ask)(int load, int count, const int *traffic, double *stretches);
+/* Writes the slowdown factors of compute and of each running collective. Where Python fails (Ctrl-C, say) it writes ones:
+   the caller in Python then raises that error in place of using the result. */
+typedef void (*Ask)(int load, int count, const int *traffic, double *stretches);
 
 /* The slowdown factors of collectives that run together, and of each load beside them. */
 typedef struct Mixes {
@@ -85,7 +86,7 @@ static inline const double *mix(Machine *m, int load) {
   double *found = m->mixes->by_load[load + 1];
   if (!found) {
     found = m->mixes->by_load[load + 1] = malloc((m->active_count + 1) * sizeof(double));
-    if (m->ask(load, m->active_count, m->mixing, found)) abort();
+    m->ask(load, m->active_count, m->mixing, found);
   }
   return found;
 }

@@ -11,8 +11,8 @@ from overlapc.config import Config
 from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown
 from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.estimators.simulator.incremental import BLOCK, Replay
-from overlapc.estimators.simulator.machine import Machine
-from overlapc.estimators.simulator.native import NativeReplay, library_in, replay_of
+from overlapc.estimators.simulator.machine import Costs, Machine, costs_of
+from overlapc.estimators.simulator.native import NativeReplay, library_in, replay_of, simulated
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.schedule import dependencies
 from overlapc.schedule.model import Schedule
@@ -162,3 +162,21 @@ def test_without_a_compiler_python_replays(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert isinstance(replay_of(schedule, IDEAL, tmp_path), Replay)
     assert simulate(schedule, IDEAL, tmp_path) == simulate(schedule, IDEAL)
+
+
+def test_an_error_in_a_call_from_c_is_raised_and_nothing_ends_the_process(monkeypatch):
+    schedule, profile = (
+        parse("ag = all_gather(%p) @dp(2) : 64B 9us; k = kernel(%x) : 64B 9us; w = wait(ag)"),
+        PROFILES[1],
+    )
+    library = library_in(Config().cache_dir)
+    assert library is not None
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Costs, "mix", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        NativeReplay(library, schedule, profile)
+    with pytest.raises(KeyboardInterrupt):
+        simulated(costs_of(schedule, profile), Config().cache_dir)
