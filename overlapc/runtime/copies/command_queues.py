@@ -49,7 +49,7 @@ class ThreadQueue:
     def __init__(self, name: str, name_of: NameOf, timeout_s: float) -> None:
         self._name, self._name_of, self._timeout_s = name, name_of, timeout_s
         self._jobs: queue.SimpleQueue[tuple[Sequence[Command], Run, Future[None]] | None] = queue.SimpleQueue()
-        self._failed: PeerLost | None = None
+        self._failed: BaseException | None = None
         threading.Thread(target=self._run, name=f"copies of {name}", daemon=True).start()
 
     def run(self, commands: Sequence[Command], run: Run) -> Future[None]:
@@ -79,11 +79,9 @@ class ThreadQueue:
                 for command in commands:
                     self._do(command if isinstance(command, Copy) else in_run(command, run))
                 done.set_result(None)
-            except PeerLost as error:
+            except BaseException as error:  # noqa: BLE001  # `wait` raises it: PeerLost, or a bug in overlapc
                 self._failed = error  # later commands would wait for data that was never sent
                 done.set_exception(error)
-            finally:
-                done.cancel()  # ends `wait` also after any other error, which is a bug in overlapc
             del job, commands, done  # do not hold the last job while waiting for the next one
 
     def _do(self, command: Command) -> None:
