@@ -95,6 +95,6 @@ def _opened(size_bytes: int, device: torch.device) -> Pool:
 def _tell(stage: str, text: str) -> Sequence[str]:
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, json.dumps([stage, text]))
-    told = [json.loads(each) for each in texts]
-    assert all(each[0] == stage for each in told), "ranks are at different points"
-    return [each[1] for each in told]
+    messages = [json.loads(each) for each in texts]
+    assert all(message[0] == stage for message in messages), "ranks are at different points"
+    return [text for _, text in messages]

@@ -33,7 +33,7 @@ _c10d = torch.ops._c10d_functional
 
 def kernel_launch_ns(clock: Clock, device: torch.device) -> float:
     """Return the host time of launching a generated kernel, in ns."""
-    return _of_each(clock, _sines, [torch.ones(16, device=device)])
+    return _node_ns(clock, _sines, [torch.ones(16, device=device)])
 
 
 def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCosts:
@@ -44,11 +44,11 @@ def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCost
     group = dist.group.WORLD
     assert group is not None
     several = [torch.ones(16, 16, device=device) for _ in range(_CHAIN)]
-    apart_ns = _of_each(clock, partial(_gathers, group), several)
-    together_ns = _of_each(clock, partial(_coalesced_gather, group), several)
+    apart_ns = _node_ns(clock, partial(_gathers, group), several)
+    together_ns = _node_ns(clock, partial(_coalesced_gather, group), several)
     nodes = HostCosts(
         kernel=kernel_ns,
-        call=_of_each(clock, _products, several[:1]),
+        call=_node_ns(clock, _products, several[:1]),
         collective=apart_ns,
         tensor=max(0.0, together_ns * _CHAIN - apart_ns) / (_CHAIN - 1),
         graph=0.0,
@@ -70,7 +70,7 @@ def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCost
 # --- nodes
 
 
-def _of_each(clock: Clock, function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor]) -> float:
+def _node_ns(clock: Clock, function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor]) -> float:
     """Return the host time in ns of one of the `_CHAIN` nodes of `function`, compiled."""
     compiled, _, _ = compile_alone(function, arguments, fusion=False, passes="none")
     with torch.no_grad():

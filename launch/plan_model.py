@@ -176,7 +176,7 @@ def _schedules(cfg: PlanConfig, layers: int, options: Config, mesh: DeviceMesh) 
     """Return the schedules of forward and backward of the model with `layers` layers, before the passes."""
     found: list[tuple[Schedule, Context]] = []
     few = dataclasses.replace(cfg, shape=dataclasses.replace(cfg.shape, layers=layers))
-    _trace(few, options, mesh, partial(schedule_only, options=options, found=lambda *graph: found.append(graph)))
+    _trace(few, options, mesh, partial(schedule_only, options=options, on_schedule=lambda *graph: found.append(graph)))
     return found
 
 

@@ -36,26 +36,26 @@ _STATES = {
 }
 
 
-def tell_of_steps(run_dir: Path, rank: int) -> None:
+def report_steps(run_dir: Path, rank: int) -> None:
     """Start the thread that reports steps; each rank calls this before its script."""
     from overlapc.runtime.steps import STEPS, watch_optimizers
 
     watch_optimizers()
     folder = rank_dir(run_dir, rank)
 
-    def tell() -> None:
-        told = 0
+    def report() -> None:
+        reported = 0
         while not (run_dir / _ASKED).exists():
-            if STEPS.stepped != told:
-                told = STEPS.stepped
-                (folder / _BEAT).write_text(str(told))
+            if STEPS.stepped != reported:
+                reported = STEPS.stepped
+                (folder / _BEAT).write_text(str(reported))
             time.sleep(_LOOK_S)
         text = "\n".join(_stacks())
         partial = folder / f".{_STACKS}"
         partial.write_text(text)
         partial.replace(folder / _STACKS)
 
-    threading.Thread(target=tell, name="overlapc tells of steps", daemon=True).start()
+    threading.Thread(target=report, name="overlapc step reports", daemon=True).start()
 
 
 def _stacks() -> Iterator[str]:
@@ -102,7 +102,7 @@ class StallWatch(WatchThread):
     def watch(self) -> None:
         latest, steps, since = 0.0, 0, time.monotonic()
         while not self.over.wait(_LOOK_S):
-            beats = [path for rank in self._ranks if (path := self._of(rank, _BEAT)).exists()]
+            beats = [path for rank in self._ranks if (path := self._file(rank, _BEAT)).exists()]
             newest = max((path.stat().st_mtime for path in beats), default=0.0)
             if newest > latest:
                 latest, since = newest, time.monotonic()
@@ -116,28 +116,28 @@ class StallWatch(WatchThread):
         (self._run_dir / _ASKED).touch()
         until = time.monotonic() + _ANSWER_S
         while time.monotonic() < until and any(
-            not self._of(rank, _STACKS).exists() and self._state(rank) != _STATES["T"] for rank in self._ranks
+            not self._file(rank, _STACKS).exists() and self._state(rank) != _STATES["T"] for rank in self._ranks
         ):
             time.sleep(_LOOK_S)
         lines = [
             f"no optimizer step ended within {limit_s:g} s, after {steps} steps; all ranks of this host were ended"
         ]
         for rank in self._ranks:
-            stacks = self._of(rank, _STACKS)
+            stacks = self._file(rank, _STACKS)
             lines.append(f"rank {rank}, {self._state(rank)}")
             lines.append(stacks.read_text() if stacks.exists() else "  no stack: the process did not answer")
         self.findings = "\n".join(lines)
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
-                os.kill(int(self._of(rank, _PID).read_text()), signal.SIGKILL)
+                os.kill(int(self._file(rank, _PID).read_text()), signal.SIGKILL)
 
     def _state(self, rank: int) -> str:
         try:
-            pid = int(self._of(rank, _PID).read_text())
+            pid = int(self._file(rank, _PID).read_text())
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, ValueError):
             return "ended"
         return _STATES.get(state, state)
 
-    def _of(self, rank: int, name: str) -> Path:
+    def _file(self, rank: int, name: str) -> Path:
         return self._run_dir / f"rank{rank}" / name

@@ -55,7 +55,7 @@ class RankError:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The rendezvous of the launchers on a job's hosts, as torchrun's options; the default is a job on this host."""
 
     nnodes: str = "1"  # number of hosts, or MIN:MAX
@@ -88,7 +88,7 @@ def run_ranks(
     variables: Mapping[str, str] | None = None,
     *,
     watchdog_s: float = 0.0,
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> Path:
     """Run `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks of this host and wait for them.
 
@@ -105,9 +105,9 @@ def run_ranks(
 
     from overlapc.launch.attempts import Attempts  # imports torch
 
-    meeting = meeting or Meeting()
-    fewest, most = meeting.nodes
-    endpoint = meeting.endpoint or "localhost:0"
+    rendezvous = rendezvous or Rendezvous()
+    fewest, most = rendezvous.nodes
+    endpoint = rendezvous.endpoint or "localhost:0"
     threads = str(max(1, cpus() // nproc))
     settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     if most > 1:
@@ -128,11 +128,11 @@ def run_ranks(
             min_nodes=fewest,
             max_nodes=most,
             nproc_per_node=nproc,
-            run_id=meeting.run_id or ("overlapc" if meeting.endpoint else uuid.uuid4().hex),
+            run_id=rendezvous.run_id or ("overlapc" if rendezvous.endpoint else uuid.uuid4().hex),
             rdzv_backend="c10d",
             rdzv_endpoint=endpoint,
             local_addr="localhost" if endpoint.partition(":")[0] == "localhost" else None,
-            max_restarts=meeting.max_restarts,
+            max_restarts=rendezvous.max_restarts,
             monitor_interval=0.1,
             logs_specs=attempts,
         )

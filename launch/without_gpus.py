@@ -49,11 +49,11 @@ _ANSWERS = {
     "get_device_properties": _H200, "get_device_name": _H200.name, "mem_get_info": (_H200.total_memory,) * 2,
     "memory_allocated": 0, "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0,
 }  # fmt: skip
-_NOTHING = (
+_NO_OPS = (
     "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "manual_seed",
     "manual_seed_all", "init", "set_per_process_memory_fraction",
 )  # fmt: skip
-_OF_NO_GPU = (".*CUDA is not available.*", ".*no accelerator is found.*", ".*on cpu device mesh.*")  # torch's warnings
+_IGNORED_WARNINGS = (".*CUDA is not available.*", ".*no accelerator is found.*", ".*on cpu device mesh.*")  # of torch
 # Prefixes of file names that belong to torch or to overlapc.
 NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
@@ -99,7 +99,7 @@ def gpus(world_size: int, per_host: int) -> Iterator[Machine]:
         MACHINE.world_size, MACHINE.per_host = world_size, per_host
         MACHINE.zeros.clear()
         patches.enter_context(warnings.catch_warnings())
-        for message in _OF_NO_GPU:
+        for message in _IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         put = patches.put
         put(optim, "_foreach_supported_types", [*optim._foreach_supported_types, FakeTensor])  # foreach, as on a GPU
@@ -131,7 +131,7 @@ def gpus(world_size: int, per_host: int) -> Iterator[Machine]:
             for kind in (FakeTensor, DTensor):
                 put(kind, name, _unknown(getattr(Tensor, name)))
         put(torch.cuda, "Event", _Event)
-        for name in _NOTHING:
+        for name in _NO_OPS:
             put(torch.cuda, name, lambda *_args, **_kwargs: None)
         for name, value in _ANSWERS.items():
             put(torch.cuda, name, functools.partial(_answer, value))

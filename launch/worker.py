@@ -19,7 +19,7 @@ from types import TracebackType
 
 from overlapc.errors import ConfigError, OverlapcError, ToolchainError
 from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
-from overlapc.launch.stall import SECONDS, tell_of_steps
+from overlapc.launch.stall import SECONDS, report_steps
 from overlapc.launch.torchrun import RankError
 from overlapc.launch.watch_ranks import finished, started
 
@@ -44,7 +44,7 @@ def main() -> None:
     _die_with_parent()
     sys.excepthook = _recorder(run_dir, rank)
     if os.environ.get(SECONDS):
-        tell_of_steps(run_dir, rank)
+        report_steps(run_dir, rank)
     command = sys.argv[1:]
     try:
         if command[0] == "-m":

@@ -57,7 +57,7 @@ def overlapc(
     """
     try:
         config = Config.of(options, mode)
-        _look_at_communication(gm)
+        _check_communication(gm)
         number = next_number()
         CAPTURES.note(number)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
@@ -77,7 +77,7 @@ def overlapc(
             step = _step(gm, examples, config, number, devices)
         return waits_first(step, late, within)
     except OverlapcError as error:
-        raise _direct(error) from error.__cause__
+        raise _for_dynamo(error) from error.__cause__
 
 
 def _step(
@@ -116,28 +116,28 @@ def plan_only(
     try:
         from overlapc.compilation.plan_only import plan_step
 
-        _look_at_communication(gm)
+        _check_communication(gm)
         number = next_number()
         CAPTURES.note(number)
         return plan_step(gm, example_inputs, Config.of(options), number)
     except OverlapcError as error:
-        raise _direct(error) from error.__cause__
+        raise _for_dynamo(error) from error.__cause__
 
 
 def schedule_only(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     *,
-    found: Callable[[Schedule, Context], None],
+    on_schedule: Callable[[Schedule, Context], None],
     options: Mapping[str, Any] | Config | None = None,
 ) -> Callable[..., Any]:
-    """Build the schedule of each graph and call `found` with it and the passes' context, without running any pass."""
+    """Call `on_schedule` with the schedule of each graph and the passes' context, without running any pass."""
     try:
         from overlapc.compilation.plan_only import schedule_step
 
-        return schedule_step(gm, example_inputs, Config.of(options), next_number(), found)
+        return schedule_step(gm, example_inputs, Config.of(options), next_number(), on_schedule)
     except OverlapcError as error:
-        raise _direct(error) from error.__cause__
+        raise _for_dynamo(error) from error.__cause__
 
 
 def _advise(text: str) -> None:
@@ -146,14 +146,14 @@ def _advise(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _look_at_communication(gm: GraphModule) -> None:
+def _check_communication(gm: GraphModule) -> None:
     """Warn about communication that is outside the graph, or that no compute in the graph can hide."""
     if runs_under_fsdp2():
         _advise_against_hooks("FSDP2's fully_shard, whose gathers and reductions run in hooks", _ADOPT)
     elif runs_under_ddp():
         _advise_against_hooks("DistributedDataParallel, whose reductions run in hooks of autograd", _REPLICATE)
     if "overlapc.parallel.gather" in sys.modules:  # otherwise overlapc has sharded no model
-        _look_at_gathers(gm)
+        _check_gathers(gm)
 
 
 def _advise_against_hooks(whose: str, hint: str) -> None:
@@ -163,7 +163,7 @@ def _advise_against_hooks(whose: str, hint: str) -> None:
     )
 
 
-def _look_at_gathers(gm: GraphModule) -> None:
+def _check_gathers(gm: GraphModule) -> None:
     from overlapc.parallel.separate_blocks import compiled_alone
     from overlapc.parallel.writes import refuse_writes
 
@@ -202,10 +202,10 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
     from overlapc.planning.rank_notes import notes_of
 
     peers = ranks_of_step(inputs, config)
-    return None if peers is None else lambda kept: common_step(peers, kept, config, notes_of(gm, config))
+    return None if peers is None else lambda cached: common_step(peers, cached, config, notes_of(gm, config))
 
 
-def _direct(error: OverlapcError) -> OverlapcError:
+def _for_dynamo(error: OverlapcError) -> OverlapcError:
     """Return `error` as a subclass of its own class that Dynamo passes to the user unchanged."""
     kind, text = type(error), str(error)
     if isinstance(error, ShortenTraceback):

@@ -11,7 +11,7 @@ import typer
 
 from overlapc.errors import ConfigError
 from overlapc.launch.commands.common import Options, Passes, check_torch, new_run_folder, option_variables, writable
-from overlapc.launch.torchrun import Meeting, check_world, run_ranks
+from overlapc.launch.torchrun import Rendezvous, check_world, run_ranks
 
 
 def run(
@@ -64,14 +64,14 @@ def run(
         raise ConfigError(f"no script {script!r}")
     from overlapc.report import record
 
-    meeting = Meeting(nnodes, rdzv_endpoint, rdzv_id, max_restarts)
-    _ = meeting.nodes  # raises ConfigError before anything is started
+    rendezvous = Rendezvous(nnodes, rdzv_endpoint, rdzv_id, max_restarts)
+    _ = rendezvous.nodes  # raises ConfigError before anything is started
     report = report or new_run_folder() / "overlap.json"
     command = ("-m", script) if module else (script,)
     # A unique folder: launchers on other hosts may share this disk.
     with tempfile.TemporaryDirectory(prefix=f".{report.name}.", dir=writable(report.parent)) as folder:
         last = run_ranks(
-            (*command, *(arguments or ())), nproc, Path(folder), variables, watchdog_s=watchdog, meeting=meeting
+            (*command, *(arguments or ())), nproc, Path(folder), variables, watchdog_s=watchdog, rendezvous=rendezvous
         )
         collected = record.gather(last)
     if not collected.steps:

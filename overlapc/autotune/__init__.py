@@ -4,9 +4,9 @@
     sources = generate_kernels(schedule, graph, tuning.sources)      # the fastest source of each kernel
     tuning.estimate(node)                                            # the measured time of a kernel
 
-search.py chooses the tilings to try next, timing.py runs them, kept.py caches their times, tuning.py combines these.
-Before there is a schedule, product_choice.py compares matrix products with library calls, and fusions.py times kernels
-that may be fused.
+search.py chooses the tilings to try next, timing.py runs them, cached_times.py stores their times, tuning.py combines
+these. Before there is a schedule, product_choice.py compares matrix products with library calls, and fusions.py times
+kernels that may be fused.
 """
 
 from overlapc.autotune.tuning import Choice, Tuning, tune

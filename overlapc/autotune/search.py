@@ -43,7 +43,7 @@ class Trial:
 class Explored:
     """The state of a search: the tilings that it has reached, and those of them that must be measured next."""
 
-    met: Mapping[str, KernelSource]  # by name
+    reached: Mapping[str, KernelSource]  # by name
     missing: tuple[KernelSource, ...]
 
 
@@ -87,13 +87,15 @@ def explore(trial: Trial, times: Mapping[str, float]) -> Explored:
 
     times: ns by name of the source. The result depends only on `times`, so ranks with equal times agree.
     """
-    met = {each.source.name: each for each in trial.first}
+    reached = {each.source.name: each for each in trial.first}
     fastest_ns = times.get(trial.name, math.inf)
     for step in itertools.count():
-        missing = tuple(each.source for name, each in met.items() if name not in times)
-        fastest = min(met, key=lambda name: (times.get(name, math.inf), name))
+        missing = tuple(each.source for name, each in reached.items() if name not in times)
+        fastest = min(reached, key=lambda name: (times.get(name, math.inf), name))
         if missing or step == _STEPS or times[fastest] >= _STEP_GAIN * fastest_ns:
             break
         fastest_ns = times[fastest]
-        met.update((each.source.name, each) for each in trial.around(met[fastest]) if each.source.name not in met)
-    return Explored({name: each.source for name, each in met.items()}, missing)
+        reached.update(
+            (each.source.name, each) for each in trial.around(reached[fastest]) if each.source.name not in reached
+        )
+    return Explored({name: each.source for name, each in reached.items()}, missing)

@@ -57,18 +57,18 @@ def _searched(
 ) -> dict[str, dict[str, float]]:
     """Search for the fastest tilings of `trials` until that moment. Return `times` with all tilings measured."""
     generator = generator_for(trials[0].op.device.type)
-    open_ones = list(trials)
+    unfinished = list(trials)
     while True:
-        missing = {each.name: explore(each, times[each.name]).missing for each in open_ones}
-        open_ones = [each for each in open_ones if missing[each.name]]
-        if not open_ones:
+        missing = {each.name: explore(each, times[each.name]).missing for each in unfinished}
+        unfinished = [each for each in unfinished if missing[each.name]]
+        if not unfinished:
             return times
         launchers = _loaded(generator, itertools.chain.from_iterable(missing.values()), cache_dir)
-        for each in list(open_ones):
+        for each in list(unfinished):
             new = _times(each, missing[each.name], launchers, graph)
             times[each.name].update(new)
             if not new:
-                open_ones.remove(each)
+                unfinished.remove(each)
         if time.monotonic() > until:
             return times
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from overlapc.autotune.kept import KeptTimes
+from overlapc.autotune.cached_times import CachedTimes
 from overlapc.autotune.search import Trial, explore, trials_of
 from overlapc.autotune.timing import measure
 from overlapc.codegen.generators import KernelSource
@@ -101,46 +101,46 @@ def tune(
 ) -> Tuning:
     """Measure the kernels of `schedule` for at most `seconds`. `weigh` estimates a node."""
     kernels, trials = trials_of(schedule, graph, weigh)
-    kept = KeptTimes(cache_dir, graph)
-    known = {each.name: kept.read(each) for each in trials}
-    common = trials if agreement is None else _on_all_ranks(agreement, kept, trials)
+    cached = CachedTimes(cache_dir, graph)
+    known = {each.name: cached.read(each) for each in trials}
+    common = trials if agreement is None else _on_all_ranks(agreement, cached, trials)
     own, ranks = (0, 1) if agreement is None else agreement.place
     left_to_others = {each.name for at, each in enumerate(common) if at % ranks != own}
     share = [each for each in trials if each.name not in left_to_others and explore(each, known[each.name]).missing]
     agreed: dict[str, Mapping[str, float]] = {**known, **measure(share, known, graph, cache_dir, seconds)}
     if agreement is not None:
-        agreed |= _shared_times(agreement, kept, common, agreed)
+        agreed |= _shared_times(agreement, cached, common, agreed)
     for each in trials:
         if agreed[each.name] != known[each.name]:
-            kept.write(each, agreed[each.name])
+            cached.write(each, agreed[each.name])
     choices = {each.name: choose(each, agreed[each.name]) for each in trials if each.name in agreed[each.name]}
     return Tuning(choices, kernels)
 
 
 def choose(trial: Trial, times: Mapping[str, float]) -> Choice:
     """Choose the fastest tiling by `times`, in ns; the heuristic one unless the gain exceeds measurement noise."""
-    met = explore(trial, times).met
+    reached = explore(trial, times).reached
     heuristic = times[trial.name]
-    best = min((name for name in met if name in times), key=lambda name: (times[name], name))
+    best = min((name for name in reached if name in times), key=lambda name: (times[name], name))
     if times[best] >= _GAIN * heuristic:
         best = trial.name
-    return Choice(met[best], times[best], heuristic, trial.nodes)
+    return Choice(reached[best], times[best], heuristic, trial.nodes)
 
 
-def _on_all_ranks(agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial]) -> list[Trial]:
+def _on_all_ranks(agreement: GraphAgreement, cached: CachedTimes, trials: list[Trial]) -> list[Trial]:
     """Return the kernels that all ranks have, in the same order on all of them.
 
     Not all kernels are common: a sum after an exchange contains this rank's number, and keys contain the device.
     """
-    told = agreement.exchange("kernels to measure", "\n".join(map(kept.key, trials)))
-    common = set.intersection(*(set(keys.split()) for keys in told))
-    return [each for each in trials if kept.key(each) in common]
+    keys_of_ranks = agreement.exchange("kernels to measure", "\n".join(map(cached.key, trials)))
+    common = set.intersection(*(set(keys.split()) for keys in keys_of_ranks))
+    return [each for each in trials if cached.key(each) in common]
 
 
 def _shared_times(
-    agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial], times: Mapping[str, Mapping[str, float]]
+    agreement: GraphAgreement, cached: CachedTimes, trials: list[Trial], times: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Mapping[str, float]]:
     """Return the agreed times of the kernels that all ranks have."""
-    known = {kept.key(each): times[each.name] for each in trials if times[each.name]}
+    known = {cached.key(each): times[each.name] for each in trials if times[each.name]}
     tables = agreement.agree_on_tables(known)
-    return {each.name: tables.get(kept.key(each), {}) for each in trials}
+    return {each.name: tables.get(cached.key(each), {}) for each in trials}

@@ -20,7 +20,7 @@ class Built:
 
     call: Callable[[list[Any]], Any]
     step_ns: float | None  # simulated time of a run; None for a graph that runs uncompiled
-    kept: bool = False  # whether it is in the disk cache
+    cached: bool = False  # whether it is in the disk cache
     module: GraphModule | None = None  # the compiled graph as a module; only with wrapper="fx"
 
 

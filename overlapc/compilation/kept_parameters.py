@@ -63,7 +63,7 @@ def partition_of(gm: GraphModule, config: Config, number: int, *, runs: bool) ->
     return partial(_divided, config=config, number=number, runs=runs, captured=gm)
 
 
-def _held_beside_others(captured: GraphModule) -> str:
+def _graphs_between(captured: GraphModule) -> str:
     """Return the reason why other graphs run between forward and backward of `captured`; "" if none do.
 
     The memory of those graphs is not known, so parameters that stay gathered meanwhile could exceed the budget.
@@ -93,7 +93,7 @@ def _divided(
     gathers = gathered_again(backward.graph)
     if not gathers:
         return forward, backward
-    reason = _held_beside_others(captured) or _unfit(config, forward, backward)
+    reason = _graphs_between(captured) or _unfit(config, forward, backward)
     if reason:
         count(f"parameters not kept gathered: {reason}")
         return _noted((forward, backward), GatherChoice(frozenset(), gathers, f"none are kept: {reason}"))
@@ -170,14 +170,14 @@ class _Choice:
         )
         place = self._place_on_disk()
         with meeting() as agreement:
-            told = agreement.exchange("parameters that stay gathered", _read(place, self.config))
-        if not told[0] or len(set(told)) > 1:
+            choices = agreement.exchange("parameters that stay gathered", _read(place, self.config))
+        if not choices[0] or len(set(choices)) > 1:
             planned = json.dumps(self._planned())
             with meeting() as agreement:
-                told = agreement.exchange("parameters that stay gathered", planned)
+                choices = agreement.exchange("parameters that stay gathered", planned)
             if place is not None:
-                _choices(self.config.cache_dir).put(place, _SUFFIX, told[0])
-        kept, why = json.loads(told[0])
+                _choices(self.config.cache_dir).put(place, _SUFFIX, choices[0])
+        kept, why = json.loads(choices[0])
         known.append(_Kept(captured, tuple(kept), why))
         return tuple(kept), why
 

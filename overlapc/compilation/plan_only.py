@@ -29,7 +29,7 @@ from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
 from overlapc.schedule.model import Schedule
 
-Found = Callable[[Schedule, Context], None]
+OnSchedule = Callable[[Schedule, Context], None]
 
 
 def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
@@ -38,10 +38,10 @@ def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, nu
 
 
 def schedule_step(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, found: Found
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, on_schedule: OnSchedule
 ) -> Callable[..., Any]:
-    """Call `found` with the schedules of forward and backward of `gm` before the passes, and the passes' contexts."""
-    return step_of(partial(_schedule_only, found=found), gm, example_inputs, config, number)
+    """Call `on_schedule` with forward's and with backward's schedule before the passes, and the passes' context."""
+    return step_of(partial(_schedule_only, on_schedule=on_schedule), gm, example_inputs, config, number)
 
 
 def plan_schedules(forward: tuple[Schedule, Context], backward: tuple[Schedule, Context], config: Config) -> None:
@@ -74,12 +74,12 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
 
 
 def _schedule_only(
-    gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str, found: Found
+    gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str, on_schedule: OnSchedule
 ) -> Callable[..., Any]:
     """Run the stages of `_plan_only` that come before the passes."""
 
     def hand_over(schedule: Schedule, ctx: Context) -> Result:
-        found(schedule, ctx)
+        on_schedule(schedule, ctx)
         return run_pipeline(schedule, replace(ctx, passes=(), stop_after=None, dump=None))
 
     _plan(gm, config, name, hand_over)

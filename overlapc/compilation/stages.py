@@ -75,7 +75,7 @@ def compile_graph(
         key = _graph_key(gm, config, name)
         built = _build(gm, config, name, key=key)
     if watch is not None:
-        watch.compiled(name.split("_")[0], gm, built.call, key if built.kept else None)
+        watch.compiled(name.split("_")[0], gm, built.call, key if built.cached else None)
     return built.call
 
 
@@ -94,14 +94,14 @@ def _build(
     dumps = Dumps(config, name)
     inner = inner_graphs(gm, config, name, _build)
     key = None if inner else key
-    kept = cached_graph.find(key, config.cache_dir) if key is not None else None
+    cached = cached_graph.find(key, config.cache_dir) if key is not None else None
     of_inner = times_of_inner(gm, inner)
-    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept=kept, within=within)
+    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, cached=cached, within=within)
     if isinstance(planned, Reused):
-        assert kept is not None
+        assert cached is not None
         with phase("kernels"):
-            call = make_callable(kept, config, name, began, gm=gm, found="graph", copies=planned.copies)
-        return Built(call, kept.record.after.step_ns, kept=True)
+            call = make_callable(cached, config, name, began, gm=gm, found="graph", copies=planned.copies)
+        return Built(call, cached.record.after.step_ns, cached=True)
     with phase("code"):
         generated = _generate(planned, inner, config, within, choice_of(gm))
         compiled, objects = generated.printed(gm, tracked=config.check_lifecycle, checks=config.checks)
@@ -114,8 +114,8 @@ def _build(
     with phase("kernels"):
         call = make_callable(compiled, config, name, began, objects=objects, within=within, graph=graph)
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
-    kept_now = key is not None and _keep(key, compiled, config)
-    return Built(call, planned.result.after.step_ns, kept_now, graph.module if graph else None)
+    stored = key is not None and _store(key, compiled, config)
+    return Built(call, planned.result.after.step_ns, stored, graph.module if graph else None)
 
 
 def _dump(generated: Generated, dumps: Dumps) -> None:
@@ -226,7 +226,7 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
         return None
 
 
-def _keep(key: str, compiled: cached_graph.CompiledGraph, config: Config) -> bool:
+def _store(key: str, compiled: cached_graph.CompiledGraph, config: Config) -> bool:
     try:
         cached_graph.store(key, compiled, config.cache_dir)
     except NotCacheable as reason:

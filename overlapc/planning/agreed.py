@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
-from overlapc.planning.cached_copies import OfGraph, reopened, still_open
+from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.runtime.cache import content_key
 from overlapc.schedule.model import Comm
 
@@ -56,7 +56,7 @@ class Followed(Generic[Known]):
 
     agreed: Known
     resized: frozenset[str] = frozenset()  # process groups whose collectives differ from those of the earlier graph
-    meets: tuple[int, ...] = ()  # the ranks of these groups, which compile together; () if this rank compiles alone
+    compiling_ranks: tuple[int, ...] = ()  # the ranks of these groups; () if this rank compiles alone
 
 
 def key_of(name: str, options: object) -> Key | None:
@@ -84,9 +84,9 @@ def to_follow(known: Sequence[Known], captured: Captured, peers: Peers) -> Follo
         if not resized:
             return Followed(earlier)
         groups = {comm.ranks for group in resized for comm in (*here.get(group, ()), *there.get(group, ()))}
-        meets = peers.meetings.ranks if () in groups else spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
-        if found is None and set(meets) < set(peers.meetings.ranks):
-            found = Followed(earlier, resized, meets)
+        ranks = peers.meetings.ranks if () in groups else spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
+        if found is None and set(ranks) < set(peers.meetings.ranks):
+            found = Followed(earlier, resized, ranks)
     return found
 
 
@@ -136,25 +136,25 @@ def _ranks_along_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
 
 
 def common_step(
-    peers: Peers, kept: Sequence[CompiledGraph], config: Config, notes: dict[str, str]
-) -> list[OfGraph] | None:
+    peers: Peers, cached: Sequence[CompiledGraph], config: Config, notes: dict[str, str]
+) -> list[CopiesByPool] | None:
     """Return the copies of each graph of a cached step if every rank has cached a step of the same graphs with the same
     orders of collectives; else None.
 
-    `kept` is this rank's cached step. A recompile may happen on one rank alone: then ranks exchange nothing, and this
+    `cached` is this rank's cached step. A recompile may happen on one rank alone: then ranks exchange nothing, and this
     rank's cached step must have the orders that ranks agreed on before.
     """
     forget_before_reset(peers)
     if compiles_again():
-        return still_open(kept) if kept and all(_is_agreed(each, peers, config) for each in kept) else None
-    graphs = ("" if each.agreed is None else each.agreed.graph for each in kept)
-    have = content_key(*graphs, *(each.order for each in kept)) if kept else ""
+        return still_open(cached) if cached and all(_is_agreed(each, peers, config) for each in cached) else None
+    graphs = ("" if each.agreed is None else each.agreed.graph for each in cached)
+    have = content_key(*graphs, *(each.order for each in cached)) if cached else ""
     with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
         if not agreement.agree_on_graph((), have):
             return None
-        copies = reopened(kept, config, agreement)
+        copies = reopened(cached, config, agreement)
     if copies is not None:
-        for each in kept:
+        for each in cached:
             key = key_of(each.name, config)
             if each.agreed is not None and key is not None:
                 peers.agreed[key].append(each.agreed)
@@ -167,4 +167,4 @@ def _is_agreed(graph: CompiledGraph, peers: Peers, config: Config) -> bool:
         return True
     key = key_of(graph.name, config)
     followed = to_follow(peers.agreed.get(key, ()), graph.agreed.captured, peers)
-    return followed is not None and not followed.meets and followed.agreed.order == graph.order
+    return followed is not None and not followed.compiling_ranks and followed.agreed.order == graph.order

@@ -60,7 +60,7 @@ def follow(schedule: Schedule, followed: Followed[Agreed], ctx: Context) -> Iter
         yield run_pipeline(ordered, replace(ctx, passes=passes, reorder_collectives=False, stop_after=None))
 
 
-def goes_by(planned: Agreed, followed: Followed[Agreed]) -> bool:
+def may_run_beside(planned: Agreed, followed: Followed[Agreed]) -> bool:
     """Whether `planned` and the graph that it follows can run on different ranks in one step.
 
     They can if they launch the same on all groups except those whose ranks compile together.
@@ -68,7 +68,7 @@ def goes_by(planned: Agreed, followed: Followed[Agreed]) -> bool:
     earlier = followed.agreed
     same = _same_groups(planned.collectives, earlier.collectives)
     apart = {comm.ranks for _, comm in (*planned.collectives, *earlier.collectives) if comm.group not in same}
-    if not all(ranks and set(ranks) <= set(followed.meets) for ranks in apart):
+    if not all(ranks and set(ranks) <= set(followed.compiling_ranks) for ranks in apart):
         return False
     return _order_on(same, planned) == _order_on(same, earlier)
 

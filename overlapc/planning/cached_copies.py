@@ -17,10 +17,12 @@ from overlapc.planning.host_groups import divided_again, still_divided
 from overlapc.runtime.copies.command_queues import unsupported
 from overlapc.runtime.copies.pool import GraphCopies, Pool, StoredCopies, Wanted, open_pools, reusable_pools
 
-OfGraph = Mapping[str, GraphCopies]  # the copies of one graph, by the name of their pool
+CopiesByPool = Mapping[str, GraphCopies]  # the copies of one graph, by the name of their pool
 
 
-def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAgreement | None) -> list[OfGraph] | None:
+def reopened(
+    graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAgreement | None
+) -> list[CopiesByPool] | None:
     """Return the copies of each graph, on pools that all ranks open together.
 
     None, on all ranks, if there is no `agreement` between ranks, if copies no longer reach all ranks of a group, if a
@@ -38,8 +40,8 @@ def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAg
         return None
     groups = {divided.group: divided for graph in graphs for divided in graph.divided}.values()
     if groups:  # the same on all ranks: the agreed orders of collectives name the parts of divided groups
-        as_kept = [divided_again(divided, reach.hosts(divided.ranks)) for divided in groups]
-        if not all(map(json.loads, agreement.exchange("groups of several hosts", json.dumps(all(as_kept))))):
+        same = [divided_again(divided, reach.hosts(divided.ranks)) for divided in groups]
+        if not all(map(json.loads, agreement.exchange("groups of several hosts", json.dumps(all(same))))):
             return None
     try:
         with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
@@ -49,7 +51,7 @@ def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAg
     return _on(pools, graphs)
 
 
-def still_open(graphs: Sequence[CompiledGraph]) -> list[OfGraph] | None:
+def still_open(graphs: Sequence[CompiledGraph]) -> list[CopiesByPool] | None:
     """Return the copies of each graph, on pools that are already open, or None if a pool is closed or too small.
 
     Other ranks are not asked.
@@ -73,5 +75,5 @@ def _wanted(stored: Sequence[StoredCopies]) -> list[Wanted]:
     return [found[group] for group in sorted(found)]
 
 
-def _on(pools: Mapping[str, Pool], graphs: Sequence[CompiledGraph]) -> list[OfGraph]:
+def _on(pools: Mapping[str, Pool], graphs: Sequence[CompiledGraph]) -> list[CopiesByPool]:
     return [{each.group: GraphCopies.reopened(each, pools[each.group]) for each in graph.copies} for graph in graphs]

@@ -47,10 +47,10 @@ class CopyReach:
         }
         if config.ranks_per_host is not None:
             mine["host"] = f"{mine.get('host')}, {dist.get_rank() // config.ranks_per_host}"
-        told = [json.loads(text) for text in agreement.exchange("what can carry collectives", json.dumps(mine))]
-        reason = next((each["reason"] for each in told if each["reason"]), "")
-        asked = [tuple(group) for each in told for group in each.pop("copied")]
-        return cls(dict(zip(agreement.ranks, told, strict=True)), asked, reason)
+        answers = [json.loads(text) for text in agreement.exchange("hosts and devices for copies", json.dumps(mine))]
+        reason = next((answer["reason"] for answer in answers if answer["reason"]), "")
+        asked = [tuple(group) for answer in answers for group in answer.pop("copied")]
+        return cls(dict(zip(agreement.ranks, answers, strict=True)), asked, reason)
 
     def apart(self, ranks: Sequence[int], device_type: str) -> str | None:
         """Return the reason why copies cannot reach all of these ranks, or None if they can."""
@@ -61,7 +61,7 @@ class CopyReach:
         if hosts > 1:
             return "its group spans several hosts"
         if not 1 < len(ranks) <= MOST_RANKS or len(known) < len(ranks):
-            return f"its group has {len(ranks)} ranks"
+            return f"its group has {len(ranks)} ranks; copies are for 2 to {MOST_RANKS} ranks that compile together"
         if len({place["device"] for place in known}) < len(known) and device_type != "cpu":
             return "ranks of its group share a GPU"
         return None

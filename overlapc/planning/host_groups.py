@@ -85,17 +85,17 @@ def divided(group: str, name: str, hosts: Sequence[tuple[int, ...]], *, alone: b
     return found
 
 
-def divided_again(kept: DividedGroup, hosts: Sequence[tuple[int, ...]] | None) -> bool:
+def divided_again(cached: DividedGroup, hosts: Sequence[tuple[int, ...]] | None) -> bool:
     """Whether a group has the parts that a cached graph names, creating the parts if needed. Collective: every rank of
     the group must call it.
 
     hosts: the present ranks of each host.
     """
-    if hosts is None or kept.parts.ranks_within not in hosts:
+    if hosts is None or cached.parts.ranks_within not in hosts:
         return False
-    return divided(kept.group, kept.name, hosts, alone=False) == kept.parts
+    return divided(cached.group, cached.name, hosts, alone=False) == cached.parts
 
 
-def still_divided(kept: DividedGroup) -> bool:
+def still_divided(cached: DividedGroup) -> bool:
     """Whether a group has the parts that a cached graph names, without creating any."""
-    return _made.get(resolve_group(kept.group)) == kept.parts
+    return _made.get(resolve_group(cached.group)) == cached.parts

@@ -47,8 +47,8 @@ from overlapc.lowering.product import Product
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed, Followed, forget_before_reset, key_of, to_follow
-from overlapc.planning.agreed_order import agreed_on, follow, goes_by
-from overlapc.planning.cached_copies import OfGraph, reopened, still_open
+from overlapc.planning.agreed_order import agreed_on, follow, may_run_beside
+from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.estimator_chain import chain_of
@@ -73,7 +73,7 @@ Passes = Callable[[Schedule, Context], Result]
 class Reused:
     """The result if nothing is planned because every rank has cached the compiled graph. copies: by group."""
 
-    copies: OfGraph = field(default_factory=dict)
+    copies: CopiesByPool = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def plan_graph(
     name: str,
     dumps: Dumps,
     inner: Estimator,
-    kept: CompiledGraph | None = None,
+    cached: CompiledGraph | None = None,
     passes: Passes = run_pipeline,
     within: bool = False,
     runs: bool = True,
@@ -108,8 +108,8 @@ def plan_graph(
 
     inner: estimates calls of inner graphs. within: this is an inner graph of another. runs: False for a graph that is
     only planned, on torch's fake process group. tentative: the plan only decides how the step is partitioned: no memory
-    for copies is opened, and no later graph follows it. kept: this graph from the disk cache; reused if every rank has
-    cached it with the same order of collectives.
+    for copies is opened, and no later graph follows it. cached: this graph from the disk cache; reused if every rank
+    has cached it with the same order of collectives.
     """
     inline_control_deps(gm)
     clean_up(gm)
@@ -133,14 +133,14 @@ def plan_graph(
     followed = to_follow(known, captured, peers) if peers is not None else None
     if followed is not None:
         config = without_measuring_kernels(config)
-        peers = peers_of(followed.meets) if followed.meets else None
-    alone = followed is not None and not followed.meets
+        peers = peers_of(followed.compiling_ranks) if followed.compiling_ranks else None
+    alone = followed is not None and not followed.compiling_ranks
     with _agreement(peers, config, name, gm) as agreement:
         lines = [] if agreement is None else canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
-        copies = _reused(kept, followed, agreement, lines, config)
-        if kept is not None and copies is not None:
-            if kept.agreed is not None and not alone:
-                known.append(kept.agreed)
+        copies = _reused(cached, followed, agreement, lines, config)
+        if cached is not None and copies is not None:
+            if cached.agreed is not None and not alone:
+                known.append(cached.agreed)
             return Reused(copies)
         planned = stages(
             config=config, communication=communication, agreement=agreement, followed=followed, passes=passes
@@ -156,31 +156,31 @@ def plan_graph(
 
 
 def _reused(
-    kept: CompiledGraph | None,
+    cached: CompiledGraph | None,
     followed: Followed[Agreed] | None,
     agreement: GraphAgreement | None,
     lines: Sequence[str],
     config: Config,
-) -> OfGraph | None:
+) -> CopiesByPool | None:
     """Return the copies of the cached graph if all ranks that compile it have cached it; None if it must be planned."""
     opened = None
-    if kept is not None and followed is not None:
-        opened = still_open([kept]) if _may_follow(kept, followed) else None
-        kept = None if opened is None else kept
-    if agreement is not None and not agreement.agree_on_graph(lines, "" if kept is None else kept.order):
+    if cached is not None and followed is not None:
+        opened = still_open([cached]) if _may_follow(cached, followed) else None
+        cached = None if opened is None else cached
+    if agreement is not None and not agreement.agree_on_graph(lines, "" if cached is None else cached.order):
         return None
-    if kept is not None and followed is None:
-        opened = reopened([kept], config, agreement)
+    if cached is not None and followed is None:
+        opened = reopened([cached], config, agreement)
     return opened[0] if opened else None
 
 
-def _may_follow(kept: CompiledGraph, followed: Followed[Agreed]) -> bool:
+def _may_follow(cached: CompiledGraph, followed: Followed[Agreed]) -> bool:
     """Whether a cached graph has the order and the copy layouts that ranks agreed on for an earlier graph."""
-    if not followed.meets:
-        return kept.order == followed.agreed.order
-    if kept.agreed is None or not goes_by(kept.agreed, followed):
+    if not followed.compiling_ranks:
+        return cached.order == followed.agreed.order
+    if cached.agreed is None or not may_run_beside(cached.agreed, followed):
         return False
-    copies, earlier = kept.agreed.copies, followed.agreed.copies
+    copies, earlier = cached.agreed.copies, followed.agreed.copies
     layouts = {} if copies is None else copies.layouts
     return layouts == ({} if earlier is None else earlier.without(followed.resized).layouts)
 
@@ -311,7 +311,7 @@ def _following(followed: Followed[Agreed], schedule: Schedule, context: Context,
     """Return the best plan that has the agreed order and copy layouts; CompileError if there is none."""
     obstacle, hint = "data dependences", '{"reorder_collectives": False} keeps the order of the program in every graph'
     for result in follow(schedule, followed, context):
-        if goes_by(agreed_on(schedule, result, collective_lines(result.schedule), followed), followed):
+        if may_run_beside(agreed_on(schedule, result, collective_lines(result.schedule), followed), followed):
             if transports.fits(result.schedule):
                 return result
             obstacle, hint = "memory slots for copies", '{"transport": "nccl"} uses no copies'

@@ -242,15 +242,15 @@ class Transports:
         if not graph.starts:  # the same on all ranks, as the order of collectives is
             return {}
         if self.agreement is None:
-            pools = self._kept(graph)
+            pools = self._open_pools(graph)
             assert pools is not None, "`fits` returned True"
             assert self.agreed is not None
             return graph.on(self.agreed.layouts, pools)
         mine = {group: to_text(each.events) for group, each in graph.groups.items()}
-        given = self.agreement.exchange("slots for copies", json.dumps(mine))
-        told = dict(zip(self.agreement.ranks, map(json.loads, given), strict=True))
+        texts = self.agreement.exchange("slots for copies", json.dumps(mine))
+        events = dict(zip(self.agreement.ranks, map(json.loads, texts), strict=True))
         layouts = {
-            group: common([from_text(told[rank][group]) for rank in graph.ranks(group)]) for group in graph.groups
+            group: common([from_text(events[rank][group]) for rank in graph.ranks(group)]) for group in graph.groups
         }
         with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
             opened = open_pools(
@@ -264,9 +264,9 @@ class Transports:
         graph = copying(schedule)
         if not graph.starts:
             return self.agreed is None or not self.agreed.layouts
-        return self._kept(graph) is not None
+        return self._open_pools(graph) is not None
 
-    def _kept(self, graph: Copying) -> Mapping[str, Pool] | None:
+    def _open_pools(self, graph: Copying) -> Mapping[str, Pool] | None:
         """Return the open pools that ranks agreed on; None if the graph does not fit their layouts."""
         if self.agreed is None or graph.broken(self.agreed.layouts) is not None:
             return None

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from overlapc.errors import ConfigError
-from overlapc.launch.torchrun import Meeting
+from overlapc.launch.torchrun import Rendezvous
 from overlapc.report import record
 
 TIMEOUT_S = 200
@@ -72,9 +72,9 @@ def test_two_launchers_meet_and_start_again_together(tmp_path):
 )
 def test_hosts_that_cannot_meet(nnodes: str, endpoint: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        _ = Meeting(nnodes, endpoint).nodes
+        _ = Rendezvous(nnodes, endpoint).nodes
 
 
 def test_a_range_of_hosts():
-    assert Meeting("2:4", "a:1").nodes == (2, 4)
-    assert Meeting().nodes == (1, 1)
+    assert Rendezvous("2:4", "a:1").nodes == (2, 4)
+    assert Rendezvous().nodes == (1, 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed, Followed
-from overlapc.planning.agreed_order import agreed_on, follow, goes_by
+from overlapc.planning.agreed_order import agreed_on, follow, may_run_beside
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
 from tests.graphs import order_of
@@ -42,10 +42,12 @@ def test_groups_of_other_ranks_are_served_in_their_order_whatever_the_own_group_
     for result, agreed in found:
         starts = [name for name in order_of(result.schedule) if name in ("a", "b")]
         assert starts == ["b", "a"]
-        assert goes_by(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
-        assert not goes_by(agreed, Followed(EARLIER)), "ranks of @tp do other things and did not meet"
+        assert may_run_beside(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
+        assert not may_run_beside(agreed, Followed(EARLIER)), (
+            "ranks of @tp launch other collectives and did not compile together"
+        )
     in_its_own_order = planned(other_sizes, "a v b w y c z u")
-    assert not goes_by(in_its_own_order, Followed(EARLIER, frozenset({"tp"}), TP))
+    assert not may_run_beside(in_its_own_order, Followed(EARLIER, frozenset({"tp"}), TP))
 
 
 def test_collectives_are_matched_by_their_place_in_the_group_as_others_may_have_come_between():
@@ -53,7 +55,7 @@ def test_collectives_are_matched_by_their_place_in_the_group_as_others_may_have_
     renamed = parse(gathers_more.format(20).replace("b = ", "d = ").replace("wait(b)", "wait(d)"))
     (result, agreed), *_ = following(renamed, Followed(EARLIER, frozenset({"tp"}), TP))
     assert [name for name in order_of(result.schedule) if name in ("a", "d")] == ["d", "a"]
-    assert goes_by(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
+    assert may_run_beside(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
 
 
 def test_one_order_over_all_groups_that_do_not_change():
@@ -63,8 +65,8 @@ def test_one_order_over_all_groups_that_do_not_change():
     other_sizes = parse(text.format(20))
     followed = Followed(earlier, frozenset({"tp"}), TP)
     for _, agreed in following(other_sizes, followed):
-        assert goes_by(agreed, followed)
-    assert not goes_by(planned(other_sizes, "a v b w y c z u"), followed)
+        assert may_run_beside(agreed, followed)
+    assert not may_run_beside(planned(other_sizes, "a v b w y c z u"), followed)
 
 
 def test_waits_sink_also_where_launches_of_several_groups_must_not_move():
@@ -72,7 +74,7 @@ def test_waits_sink_also_where_launches_of_several_groups_must_not_move():
     text = text.replace("a = all_gather(%p)", "k = kernel(%p) : 32B 20us; a = all_gather(k)")
     followed = Followed(planned(parse(text.format(32)), "k a v b w y c z u"), frozenset({"tp"}), TP)
     found = following(parse(text.format(20)), followed)
-    best = next(result for result, agreed in found if goes_by(agreed, followed))
+    best = next(result for result, agreed in found if may_run_beside(agreed, followed))
     assert order_of(best.schedule) == "k a b v y c w z u".split()
 
 
@@ -81,7 +83,7 @@ def test_buckets_are_those_of_the_earlier_graph():
     followed = Followed(bucketed, frozenset({"tp"}), TP)
     for result, agreed in following(parse(STEP.format(20)), followed):
         assert [name for name in order_of(result.schedule) if name.startswith(("a", "b"))] == ["a+1"]
-        assert goes_by(agreed, followed)
+        assert may_run_beside(agreed, followed)
 
 
 def test_an_order_that_data_does_not_allow_is_not_followed():

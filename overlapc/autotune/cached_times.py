@@ -18,7 +18,7 @@ from overlapc.runtime.toolchain import triton_version
 _SUFFIX = ".tilings.json"
 
 
-class KeptTimes:
+class CachedTimes:
     """The cached times of kernels, in ns, by the name of each tiling's source. A damaged entry counts as empty."""
 
     def __init__(self, cache_dir: Path, graph: LoweredGraph) -> None:
