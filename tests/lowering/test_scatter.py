@@ -159,7 +159,10 @@ def test_the_gradient_of_an_embedding_of_odd_shapes(shape, strided):
     tokens = torch.randint(4, shape)
     grad = numbers(*shape[::-1], 5, dtype=torch.bfloat16).permute(*range(len(shape))[::-1], len(shape))
     grad = grad if strided else grad.contiguous()
-    same(lambda g, t: aten.embedding_dense_backward(g, t, 50, -1, False), grad, tokens, rtol=0.02, atol=0.02)
+    found = compiled(lambda g, t: aten.embedding_dense_backward(g, t, 50, -1, False))(grad, tokens)
+    exact = aten.embedding_dense_backward(grad.double(), tokens, 50, -1, False)
+    # One rounding of the sum. Eager rounds after each addition, so its sums of opposite terms may be far off.
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=0)
 
 
 def test_deterministic_algorithms_run_the_call():
