@@ -58,6 +58,7 @@ class _NodeCosts(NamedTuple):
     ns: float
     load: int  # index into Costs.contenders
     traffic: int  # index into Costs.traffics
+    queue: str
 
 
 class Costs:
@@ -75,17 +76,21 @@ class Costs:
         self._traffic_ids: dict[Traffic, int] = {} if known is None else known._traffic_ids
         self._mixes: dict[tuple[int, ...], dict[int, Mix]] = {} if known is None else known._mixes
         self._of: dict[str, _NodeCosts] = {} if known is None else dict(known._of)
-        found = [self._node(node) for node in schedule.nodes]
-        self.ns = [each.ns for each in found]
-        self.load = [each.load for each in found]
-        self.traffic = [each.traffic for each in found]
-        self.step = [each.step for each in found]
+        seen = self._of
+        found = [
+            costs if (costs := seen.get(node.name)) is not None and costs.node is node else self._node(node)
+            for node in schedule.nodes
+        ]
+        self.ns = [costs.ns for costs in found]
+        self.load = [costs.load for costs in found]
+        self.traffic = [costs.traffic for costs in found]
+        self.step = [costs.step for costs in found]
         self.waits_for: Mapping[int, int] = schedule.started
         for wait in self.waits_for:
             self.step[wait] = int(StepKind.WAIT)
-        names = sorted({node.queue for node in schedule.nodes} | {""})
+        names = sorted({costs.queue for costs in found} | {""})
         number = {name: queue for queue, name in enumerate(names)}  # the same in every order
-        self.queue = [number[node.queue] for node in schedule.nodes]
+        self.queue = [number[costs.queue] for costs in found]
         self.queues = len(names)
         self.launch_ns = on_grid(profile.launch_ns)
         self.gap_ns = on_grid(profile.kernel_gap_ns)
@@ -95,9 +100,6 @@ class Costs:
         return self.step[at] in (StepKind.START, StepKind.COMM)
 
     def _node(self, node: Node) -> _NodeCosts:
-        known = self._of.get(node.name)
-        if known is not None and known.node is node:
-            return known
         ns = on_grid(node.estimate.ns) if node.estimate is not None else 0.0
         load = traffic = _NOTHING
         kind = node.kind
@@ -110,7 +112,7 @@ class Costs:
             ns = on_grid(ns + self.profile.collective_gap_ns) if node.estimate is not None else ns
         else:
             step = StepKind.NOTHING  # also for a wait; `__init__` sets WAIT if the schedule has its start
-        found = self._of[node.name] = _NodeCosts(node, int(step), ns, load, traffic)
+        found = self._of[node.name] = _NodeCosts(node, int(step), ns, load, traffic, node.queue)
         return found
 
     def mix(self, load: int, traffics: tuple[int, ...]) -> Mix:
