@@ -26,9 +26,8 @@ from overlapc.report.kept_gathered import HIDDEN, NO_ROOM, NOT_SHORTER, saved_by
 from overlapc.schedule.gathered_inputs import given_gathered
 from overlapc.schedule.model import Buffer, Schedule
 
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: tried in turn until one is good enough or gains less
-_EFFORT = 0.25  # of the search effort of final plans: plans that are only compared need not be as good
-_ENOUGH = 0.8  # of the gain that the replays predicted: a plan that gains this much is good enough
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: tried in turn until one gains less
+_EFFORT = 0.1  # of the search effort of final plans: plans that are only compared need not be as good
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...],
     """Return which of `gathers` forward saves for backward, none if that makes the planned step no shorter, and the
     reason why it saves no more."""
     whole, step = step, step.at_effort(_EFFORT)
-    saved_ns = _saved_ns(step, gathers)
-    ranked = list(saved_ns)
+    ranked = list(_saved_ns(step, gathers))
     counts = range(1, len(ranked) + 1)
     most = bisect.bisect_left(counts, True, key=lambda count: not step.keeping(ranked[:count]).fits)
     shortest_ns, kept = step.planned_ns, 0
@@ -114,8 +112,6 @@ def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...],
             shortest_ns, kept = planned_ns, count
         elif kept:
             break  # the larger share before was shorter
-        if step.planned_ns - planned_ns >= _ENOUGH * sum(saved_ns[name] for name in ranked[:count]):
-            break
     # The final plans get the full search effort, with which keeping nothing may be the shortest after all.
     if kept and whole.planned_ns <= shortest_ns and whole.planned_ns <= whole.keeping(ranked[:kept]).planned_ns:
         kept = 0

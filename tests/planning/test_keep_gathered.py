@@ -86,3 +86,11 @@ def test_a_budget_below_what_the_step_needs_is_the_usual_error() -> None:
 def test_a_schedule_without_its_gathers_needs_no_casts_for_them() -> None:
     backward = given_gathered(step_within("1GiB").backward, set(NAMES))
     assert [node.name for node in backward.nodes] == ["g3", "g2", "g1", "g0"]
+
+
+def test_fewer_are_planned_even_where_all_of_them_gain_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_within("1GiB")
+    nothing = len(step.forward.outputs)
+    by_count = {0: 9e8, 4: 5e8, 3: 4e8, 2: 6e8}
+    monkeypatch.setattr(Step, "planned_ns", property(lambda step: by_count[len(step.forward.outputs) - nothing]))
+    assert len(kept_gathers(step, NAMES)[0]) == 3
