@@ -110,6 +110,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.hardtanh_backward.default] = hardtanh_backward
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten.native_dropout_backward.default] = native_dropout_backward
+    table[aten.smooth_l1_loss_backward.default] = smooth_l1_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
     table[aten.split_with_sizes.default] = slices
@@ -161,6 +162,13 @@ def hardtanh_backward(grad: Tensor, x: Tensor, low: float, high: float) -> Tenso
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Decompose as torch's rule does, but without its final copy to a contiguous layout."""
     return grad * (mask.to(grad.dtype) * scale)
+
+
+def smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
+    """NaN where the difference is, as in eager; torch's own rule takes the sign of NaN, 0, where it is not small."""
+    grad = 1.0 / x.numel() * grad if reduction == 1 else grad
+    difference = x - target
+    return torch.where(difference.abs() >= beta, grad * difference.sign(), grad * difference / beta)
 
 
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:

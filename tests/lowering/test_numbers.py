@@ -227,6 +227,19 @@ def test_bounds_of_hardtanh_are_not_rounded_to_low_precision(dtype):
     same(function, x, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_the_gradient_of_smooth_l1_loss_is_nan_where_the_difference_is(reduction):
+    def gradient(x, y):
+        loss = F.smooth_l1_loss(x, y, reduction=reduction, beta=0.5)
+        return torch.autograd.grad(loss.sum(), x)[0]
+
+    y = torch.tensor([0.0, -1.0, math.inf, math.nan, 3.0, 0.25])
+    x = torch.tensor([0.0, 2.0, math.inf, 1.0, 2.75, 0.75], requires_grad=True)
+    torch._dynamo.reset()
+    found = torch.compile(gradient, backend="overlapc")(x, y)
+    torch.testing.assert_close(found, gradient(x, y), equal_nan=True)
+
+
 def test_no_gradient_comes_from_between_the_bounds_of_softshrink():
     x = torch.tensor([-2.0, -0.5, -0.3, -0.0, 0.0, 0.2, 1.5, float("nan")]).repeat(2)  # a vector of eager's loop
 

@@ -71,6 +71,32 @@ def samples(op: OpInfo, dtype: torch.dtype, count: int | None, seed: int, device
     return [made[at] for at in sorted({0, *random.Random(seed).sample(range(1, len(made)), count - 1)})]
 
 
+def in_form(sample: SampleInput, form: str) -> SampleInput:
+    """`sample` as it is ("plain"), with holes in its tensors' memory, transposed, or with special values."""
+    if form == "holes":
+        return sample.noncontiguous()
+    change = {"transposed": _transposed, "special": _special}.get(form)
+    return sample if change is None else sample.transform(change)
+
+
+def _transposed(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.dim() < 2:
+        return leaf
+    order = list(reversed(range(leaf.dim())))
+    return leaf.detach().permute(order).contiguous().permute(order).requires_grad_(leaf.requires_grad)
+
+
+def _special(leaf: Any) -> Any:
+    """The tensor with every third of its floats infinite, NaN, a zero of either sign, 1 or -1."""
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.is_floating_point():
+        return leaf
+    generator = torch.Generator().manual_seed(leaf.numel())
+    values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0])
+    drawn = values[torch.randint(len(values), leaf.shape, generator=generator)].to(leaf)
+    changed = torch.rand(leaf.shape, generator=generator).to(leaf.device) < 1 / 3
+    return torch.where(changed, drawn, leaf.detach()).requires_grad_(leaf.requires_grad)
+
+
 def check(
     function: Callable[..., Any],
     sample: SampleInput,

@@ -19,7 +19,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.codegen.interpreted import triton_on_cpu
-from tests.ops.harness import classify, full_name, operators, samples
+from tests.ops.harness import classify, full_name, in_form, operators, samples
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--interpret", action="store_true", help="Triton's kernels, interpreted on the CPU")
     parser.add_argument("--shapes", choices=("static", "dynamic", "both"), default="both")
     parser.add_argument("--samples", type=int, default=3, help="samples of each operator, 0 for all (default: 3)")
+    parser.add_argument(
+        "--form", choices=("plain", "holes", "transposed", "special"), default="plain", help="of the samples' tensors"
+    )
     parser.add_argument("--seed", type=int, default=0, help="draws the samples (default: 0)")
     parser.add_argument("--cache", default="", help="folder of compiled kernels (default: overlapc's own)")
     parser.add_argument("--out", default="", help="JSON lines file to append to (default: standard output)")
@@ -56,7 +59,8 @@ def sweep(given: argparse.Namespace) -> None:
         name = full_name(op)
         if (wanted and name not in wanted and op.name not in wanted) or dtype not in op.supported_dtypes(given.device):
             continue
-        for number, sample in enumerate(samples(op, dtype, given.samples or None, given.seed, given.device)):
+        for number, plain in enumerate(samples(op, dtype, given.samples or None, given.seed, given.device)):
+            sample = in_form(plain, given.form)
             for dynamic in {"static": (False,), "dynamic": (True,), "both": (False, True)}[given.shapes]:
                 began = time.perf_counter()
                 counters.pop("overlapc", None)
@@ -64,7 +68,7 @@ def sweep(given: argparse.Namespace) -> None:
                 fallbacks = [key.split()[1] for key in counters["overlapc"] if key.startswith("fallback ")]
                 line = {
                     "op": name, "sample": number, "device": where, "dtype": given.dtype, "dynamic": dynamic,
-                    "seed": given.seed, "outcome": outcome.kind, "reason": outcome.reason,
+                    "seed": given.seed, "form": given.form, "outcome": outcome.kind, "reason": outcome.reason,
                     "fallbacks": fallbacks, "seconds": round(time.perf_counter() - began, 2),
                 }  # fmt: skip
                 print(json.dumps(line), file=out, flush=True)
