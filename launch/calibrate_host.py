@@ -58,11 +58,11 @@ def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCost
     steps = [_Step(mesh, count, nodes) for count in (_FEW, _MANY)]
     # The models take turns, and the minimum of each counts: other work of the host only makes a time longer, and might
     # hit only one of the two models.
-    taken = [[launch_ns(clock, each.run, _STEP_LAUNCHES) * _STEP_LAUNCHES for each in steps] for _ in range(_TURNS)]
+    taken = [[launch_ns(clock, step.run, _STEP_LAUNCHES) * _STEP_LAUNCHES for step in steps] for _ in range(_TURNS)]
     few_ns, many_ns = (
-        max(0.0, min(ns) - each.nodes_ns) for ns, each in zip(zip(*taken, strict=True), steps, strict=True)
+        max(0.0, min(ns) - step.nodes_ns) for ns, step in zip(zip(*taken, strict=True), steps, strict=True)
     )
-    few, many = (each.crossing for each in steps)
+    few, many = (step.crossing for step in steps)
     argument_ns = max(0.0, (many_ns - few_ns) / (many - few))
     return replace(nodes, argument=argument_ns, graph=max(0.0, few_ns - few * argument_ns) / 2)
 

@@ -106,9 +106,9 @@ def _rate(measurement: Measurement, kernel: Kernel, size_bytes: int) -> float:
         if not measurement.clock.queued:
             return moved / compute_ns(measurement.clock, partial(compiled, *first)) * 1e9
         several = [first, *(arguments() for _ in range(min(_MOST_SETS, _CACHE_BYTES // max(1, 2 * first[0].nbytes))))]
-        for each in several[:2]:
-            compiled(*each)
-        spans = kernels_of(lambda: [compiled(*each) for each in several])
+        for inputs in several[:2]:
+            compiled(*inputs)
+        spans = kernels_of(lambda: [compiled(*inputs) for inputs in several])
         return moved / (sum(span.ns for span in spans) / len(several)) * 1e9
 
 

@@ -68,13 +68,13 @@ class FirstUpdate:
         if self._began:
             return
         self._began = True
-        closure = next((each for each in (*args[1:], *kwargs.values()) if callable(each)), None)
+        closure = next((argument for argument in (*args[1:], *kwargs.values()) if callable(argument)), None)
         if closure is not None:
             self.closures.append(type(first).__name__)
             with torch.enable_grad():  # as in `step`
                 closure()
         self.calls = {name: calls for name, (calls,) in STEPS.counts.items()}
-        others = [each for each in self.optimizers if each is not first]
+        others = [optimizer for optimizer in self.optimizers if optimizer is not first]
         with LiveBytes() as live:
             for module in self.modules:
                 live.note((*module.parameters(recurse=False), *module.buffers(recurse=False)))

@@ -54,7 +54,7 @@ class PlannedCompile:
             self._adopt(model)
         given.update(backend=self._plan, mode=None, options=None)
         made = _torch_compile(model, **given)
-        if isinstance(made, nn.Module) and not any(isinstance(each, fsdp.FSDPModule) for each in made.modules()):
+        if isinstance(made, nn.Module) and not any(isinstance(module, fsdp.FSDPModule) for module in made.modules()):
             self._unadopted[made] = given  # it may be a block of a module that is sharded later
             self._watch_first_call()
         return made
@@ -69,15 +69,15 @@ class PlannedCompile:
 
     def _plan(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
         self.given_empty |= any(
-            isinstance(each, Tensor) and not isinstance(each, nn.Parameter) and _is_empty(each)
-            for each in example_inputs
+            isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _is_empty(value)
+            for value in example_inputs
         )
         return plan_only(gm, example_inputs, options=self._options)
 
     def _adopt(self, module: nn.Module) -> None:
         self.adopted.append(adopt_fsdp2(module))
         within = set(module.modules())
-        for made in [each for each in self._unadopted if getattr(each, "_orig_mod", each) in within]:
+        for made in [compiled for compiled in self._unadopted if getattr(compiled, "_orig_mod", compiled) in within]:
             del self._unadopted[made]  # Fabric compiles a model again after sharding it
         if not self._unadopted:
             _watch_no_call()
@@ -93,10 +93,10 @@ class PlannedCompile:
     def _before_first_call(self) -> None:
         """Adopt the outermost FSDP2 modules that were compiled or that contain compiled blocks; called before any FSDP2
         module runs. Blocks that are compiled one by one are planned as if the whole module were compiled."""
-        managed = [each for each in self._modules if _fsdp2_manages(each)]
-        inner = {each for outer in managed for each in outer.modules() if each is not outer}
+        managed = [module for module in self._modules if _fsdp2_manages(module)]
+        inner = {module for outer in managed for module in outer.modules() if module is not outer}
         for outer in managed:
-            blocks = [each for each in outer.modules() if each in self._unadopted]
+            blocks = [module for module in outer.modules() if module in self._unadopted]
             if outer in inner or not blocks:
                 continue
             for block in blocks:

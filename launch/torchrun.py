@@ -169,11 +169,11 @@ def _first_error(run_dir: Path, exit_codes: Mapping[int, int], departed: Sequenc
     departed: ranks that the launcher did not end, in the order in which they ended. A rank that lost its connection to
     another rank failed because of that rank, no matter which error was written first.
     """
-    errors = sorted((RankError.read(path) for path in run_dir.glob("rank*/error.json")), key=lambda each: each.at_ns)
+    errors = sorted((RankError.read(path) for path in run_dir.glob("rank*/error.json")), key=lambda error: error.at_ns)
     explained = {error.rank for error in errors}
-    left = [each for each in departed if each.rank not in explained]
+    left = [departure for departure in departed if departure.rank not in explained]
     own = next((error for error in errors if not error.lost_another), None)
-    died = next((each for each in left if each.exit_code), None)
+    died = next((departure for departure in left if departure.exit_code), None)
     if died is not None and (own is None or died.at_ns < own.at_ns):
         return _died(died)
     if own is None and errors and left:

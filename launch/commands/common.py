@@ -61,7 +61,7 @@ def new_run_folder() -> Path:
     """Return the path of a new folder for a run, `runs/<date-time>`; it is not created."""
     name = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
-    return next(Path("runs") / each for each in names if not (Path("runs") / each).exists())
+    return next(Path("runs") / candidate for candidate in names if not (Path("runs") / candidate).exists())
 
 
 def writable(folder: Path) -> Path:

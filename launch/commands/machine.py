@@ -23,13 +23,13 @@ def doctor(option: Options = None) -> None:
     for what, version_of in _versions():
         print(f"{what:<17} {version_of}")
     found = []
-    for each in examine(Config.of(option_values(None, option))):
-        found.append(each)
-        print(f"{each.what:<17} {each.found}", flush=True)
-    slow = [each for each in found if each.hint]
+    for finding in examine(Config.of(option_values(None, option))):
+        found.append(finding)
+        print(f"{finding.what:<17} {finding.found}", flush=True)
+    slow = [finding for finding in found if finding.hint]
     print(f"\n{len(slow)} of {len(found)} findings need attention" if slow else "\nno problems found")
-    for each in slow:
-        print(f"  {each.what}: {each.hint}")
+    for finding in slow:
+        print(f"  {finding.what}: {finding.hint}")
 
 
 def options(

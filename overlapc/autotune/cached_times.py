@@ -30,7 +30,7 @@ class CachedTimes:
         """Return the cache key of a kernel's times. It contains the sizes of symbols, which sources do not."""
         if trial.name not in self._keys:
             sizes = [f"{symbol}={self._graph.hint(symbol)}" for symbol in trial.heuristic.sizes]
-            names = [each.source.name for each in trial.first]
+            names = [alternative.source.name for alternative in trial.first]
             machine = machine_of(trial.op.device)
             self._keys[trial.name] = content_key(machine, triton_version(), _prelude(), *names, *sizes)
         return self._keys[trial.name]

@@ -87,15 +87,17 @@ def explore(trial: Trial, times: Mapping[str, float]) -> Explored:
 
     times: ns by name of the source. The result depends only on `times`, so ranks with equal times agree.
     """
-    reached = {each.source.name: each for each in trial.first}
+    reached = {alternative.source.name: alternative for alternative in trial.first}
     fastest_ns = times.get(trial.name, math.inf)
     for step in itertools.count():
-        missing = tuple(each.source for name, each in reached.items() if name not in times)
+        missing = tuple(alternative.source for name, alternative in reached.items() if name not in times)
         fastest = min(reached, key=lambda name: (times.get(name, math.inf), name))
         if missing or step == _STEPS or times[fastest] >= _STEP_GAIN * fastest_ns:
             break
         fastest_ns = times[fastest]
         reached.update(
-            (each.source.name, each) for each in trial.around(reached[fastest]) if each.source.name not in reached
+            (alternative.source.name, alternative)
+            for alternative in trial.around(reached[fastest])
+            if alternative.source.name not in reached
         )
-    return Explored({name: each.source for name, each in reached.items()}, missing)
+    return Explored({name: alternative.source for name, alternative in reached.items()}, missing)

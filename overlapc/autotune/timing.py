@@ -45,9 +45,9 @@ def measure(
                 count("kernels_not_tuned_for_want_of_time", len(trials) - at)
                 break
             together = trials[at : at + _TOGETHER]
-            times = {each.name: dict(known[each.name]) for each in together}
+            times = {trial.name: dict(known[trial.name]) for trial in together}
             found |= _searched(together, times, graph, cache_dir, until)
-    if any(each.op.device.type == "cuda" for each in trials):
+    if any(trial.op.device.type == "cuda" for trial in trials):
         torch.cuda.empty_cache()  # returns the scratch memory, also to libraries that allocate without torch
     return found
 
@@ -59,16 +59,16 @@ def _searched(
     generator = generator_for(trials[0].op.device.type)
     unfinished = list(trials)
     while True:
-        missing = {each.name: explore(each, times[each.name]).missing for each in unfinished}
-        unfinished = [each for each in unfinished if missing[each.name]]
+        missing = {trial.name: explore(trial, times[trial.name]).missing for trial in unfinished}
+        unfinished = [trial for trial in unfinished if missing[trial.name]]
         if not unfinished:
             return times
         launchers = _loaded(generator, itertools.chain.from_iterable(missing.values()), cache_dir)
-        for each in list(unfinished):
-            new = _times(each, missing[each.name], launchers, graph)
-            times[each.name].update(new)
+        for trial in list(unfinished):
+            new = _times(trial, missing[trial.name], launchers, graph)
+            times[trial.name].update(new)
             if not new:
-                unfinished.remove(each)
+                unfinished.remove(trial)
         if time.monotonic() > until:
             return times
 

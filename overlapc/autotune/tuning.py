@@ -69,14 +69,16 @@ class Tuning:
     @property
     def changed(self) -> dict[str, Choice]:
         """Kernels for which another tiling was faster, the largest gain first."""
-        gains = {name: (each.heuristic_ns - each.chosen_ns) * len(each.nodes) for name, each in self.choices.items()}
+        gains = {
+            name: (choice.heuristic_ns - choice.chosen_ns) * len(choice.nodes) for name, choice in self.choices.items()
+        }
         order = sorted(gains, key=lambda name: -gains[name])
         return {name: self.choices[name] for name in order if self.choices[name].source.name != name}
 
     def summary(self) -> str:
         """Return `12 of 40 kernels measured, 3 changed: 3.21 ms -> 2.87 ms per run; largest gain: …`."""
         before, after = (
-            sum(getattr(each, which) * len(each.nodes) for each in self.choices.values()) / 1e6
+            sum(getattr(choice, which) * len(choice.nodes) for choice in self.choices.values()) / 1e6
             for which in ("heuristic_ns", "chosen_ns")
         )
         text = f"{len(self.choices)} of {self.kernels} kernels measured, {len(self.changed)} changed"
@@ -86,7 +88,7 @@ class Tuning:
         return f"{text}: {before:.2f} ms -> {after:.2f} ms per run; largest gain: {name}, {most}"
 
     def __str__(self) -> str:
-        lines = (f"{name} x {len(each.nodes)}: {each}" for name, each in self.choices.items())
+        lines = (f"{name} x {len(choice.nodes)}: {choice}" for name, choice in self.choices.items())
         return "\n".join([self.summary(), *lines])
 
 
@@ -102,18 +104,20 @@ def tune(
     """Measure the kernels of `schedule` for at most `seconds`. `weigh` estimates a node."""
     kernels, trials = trials_of(schedule, graph, weigh)
     cached = CachedTimes(cache_dir, graph)
-    known = {each.name: cached.read(each) for each in trials}
+    known = {trial.name: cached.read(trial) for trial in trials}
     common = trials if agreement is None else _on_all_ranks(agreement, cached, trials)
     own, ranks = (0, 1) if agreement is None else agreement.place
-    left_to_others = {each.name for at, each in enumerate(common) if at % ranks != own}
-    share = [each for each in trials if each.name not in left_to_others and explore(each, known[each.name]).missing]
+    left_to_others = {trial.name for at, trial in enumerate(common) if at % ranks != own}
+    share = [
+        trial for trial in trials if trial.name not in left_to_others and explore(trial, known[trial.name]).missing
+    ]
     agreed: dict[str, Mapping[str, float]] = {**known, **measure(share, known, graph, cache_dir, seconds)}
     if agreement is not None:
         agreed |= _shared_times(agreement, cached, common, agreed)
-    for each in trials:
-        if agreed[each.name] != known[each.name]:
-            cached.write(each, agreed[each.name])
-    choices = {each.name: choose(each, agreed[each.name]) for each in trials if each.name in agreed[each.name]}
+    for trial in trials:
+        if agreed[trial.name] != known[trial.name]:
+            cached.write(trial, agreed[trial.name])
+    choices = {trial.name: choose(trial, agreed[trial.name]) for trial in trials if trial.name in agreed[trial.name]}
     return Tuning(choices, kernels)
 
 
@@ -134,13 +138,13 @@ def _on_all_ranks(agreement: GraphAgreement, cached: CachedTimes, trials: list[T
     """
     keys_of_ranks = agreement.exchange("kernels to measure", "\n".join(map(cached.key, trials)))
     common = set.intersection(*(set(keys.split()) for keys in keys_of_ranks))
-    return [each for each in trials if cached.key(each) in common]
+    return [trial for trial in trials if cached.key(trial) in common]
 
 
 def _shared_times(
     agreement: GraphAgreement, cached: CachedTimes, trials: list[Trial], times: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Mapping[str, float]]:
     """Return the agreed times of the kernels that all ranks have."""
-    known = {cached.key(each): times[each.name] for each in trials if times[each.name]}
+    known = {cached.key(trial): times[trial.name] for trial in trials if times[trial.name]}
     tables = agreement.agree_on_tables(known)
-    return {each.name: tables.get(cached.key(each), {}) for each in trials}
+    return {trial.name: tables.get(cached.key(trial), {}) for trial in trials}

@@ -94,7 +94,7 @@ class Folded:
                     append_copy(graph, node, copies)
                 continue
             given, number, call = node.args
-            operands = [copies[each] for each in given]
+            operands = [copies[operand] for operand in given]
             if node.target is _forward:
                 stamps[number, call] = Stamp(_blocks[number], self._names[number, call], (number, call))
                 values = stamps[number, call].forward(graph, operands)
@@ -127,7 +127,7 @@ class _Run(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros in place of a missing gradient may become NaN in backward
         results = _forward(list(operands), number, call)
         flags = _blocks[number].differentiable
-        ctx.mark_non_differentiable(*(each for each, has in zip(results, flags, strict=True) if not has))
+        ctx.mark_non_differentiable(*(result for result, has in zip(results, flags, strict=True) if not has))
         return tuple(results)
 
     @staticmethod
@@ -141,7 +141,7 @@ class _Run(torch.autograd.Function):
                 tangent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             given += [tangent] if has else []
         found = iter(_backward(given, ctx.number, ctx.call))
-        return None, None, *(None if each is None else next(found) for each in block.gradients)
+        return None, None, *(None if gradient is None else next(found) for gradient in block.gradients)
 
 
 def _implement(op: torch._ops.OpOverload, nodes: Callable[[TracedBlock], Sequence[fx.Node | None]]) -> None:

@@ -27,18 +27,20 @@ class Built:
 def inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[..., Built]) -> dict[GraphModule, Built]:
     """Compile each inner graph of `gm` once. The compiled functions take their arguments one by one."""
     found: dict[GraphModule, Built] = {}
-    for each in subgraphs(gm):
-        if each.module not in found:
-            single = return_tuple(each.module)
-            built = build(each.module, config, f"{each.name}_of_{name}", within=True, single=single)
-            found[each.module] = Built(unboxed(built.call, single), built.step_ns, module=built.module)
+    for subgraph in subgraphs(gm):
+        if subgraph.module not in found:
+            single = return_tuple(subgraph.module)
+            built = build(subgraph.module, config, f"{subgraph.name}_of_{name}", within=True, single=single)
+            found[subgraph.module] = Built(unboxed(built.call, single), built.step_ns, module=built.module)
     return found
 
 
 def times_of_inner(gm: GraphModule, inner: Mapping[GraphModule, Built]) -> EarlierRun:
     """Return the times of calls of inner graphs: that of its longest branch for a conditional, none for a loop."""
     times: dict[str, list[float | None]] = {}
-    for each in subgraphs(gm):
-        times.setdefault(each.reader.name, []).append(None if is_loop(each.reader) else inner[each.module].step_ns)
+    for subgraph in subgraphs(gm):
+        times.setdefault(subgraph.reader.name, []).append(
+            None if is_loop(subgraph.reader) else inner[subgraph.module].step_ns
+        )
     known = {node: [ns for ns in all_ns if ns is not None] for node, all_ns in times.items() if None not in all_ns}
     return EarlierRun({node: ("", max(all_ns)) for node, all_ns in known.items()}, name="simulated branches")

@@ -172,7 +172,7 @@ def _donated(schedule: Schedule, config: Config) -> set[str]:
 
 def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
     """Return `report` with the memory that ranks share for copies added to the peak."""
-    pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
+    pools = {copied.copies.pool.name: copied.copies.pool.bytes for copied in planned.copies.values()}
     shared = sum(pools.values())
     peak = peak_with_pools(planned.result.schedule, shared)  # pools of other graphs may be larger
     budget = planned.result.schedule.budget_bytes

@@ -146,18 +146,18 @@ def common_step(
     """
     forget_before_reset(peers)
     if compiles_again():
-        return still_open(cached) if cached and all(_is_agreed(each, peers, config) for each in cached) else None
-    graphs = ("" if each.agreed is None else each.agreed.graph for each in cached)
-    have = content_key(*graphs, *(each.order for each in cached)) if cached else ""
+        return still_open(cached) if cached and all(_is_agreed(graph, peers, config) for graph in cached) else None
+    graphs = ("" if graph.agreed is None else graph.agreed.graph for graph in cached)
+    have = content_key(*graphs, *(graph.order for graph in cached)) if cached else ""
     with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
         if not agreement.agree_on_graph((), have):
             return None
         copies = reopened(cached, config, agreement)
     if copies is not None:
-        for each in cached:
-            key = key_of(each.name, config)
-            if each.agreed is not None and key is not None:
-                peers.agreed[key].append(each.agreed)
+        for graph in cached:
+            key = key_of(graph.name, config)
+            if graph.agreed is not None and key is not None:
+                peers.agreed[key].append(graph.agreed)
     return copies
 
 

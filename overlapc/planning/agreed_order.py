@@ -130,13 +130,13 @@ def _in_order(schedule: Schedule, agreed: Agreed, ctx: Context) -> Schedule | No
         at = [schedule.position(member) for member in members]
         if len(at) < 2:
             continue
-        node = _bucket(name, [nodes[each] for each in at], ctx)
+        node = _bucket(name, [nodes[position] for position in at], ctx)
         if node is None:
             return None
         nodes[at[0]] = node
         rank[at[0]] = min(at) if KINDS[comm_of(node).collective].brings_inputs else max(at)
-        for each, member in zip(at, members, strict=True):
-            place[each] = at[0]
+        for position, member in zip(at, members, strict=True):
+            place[position] = at[0]
             renamed[member] = name
     order = _sorted(schedule, launches, place, rank)
     if order is None:

@@ -28,14 +28,14 @@ def reopened(
     None, on all ranks, if there is no `agreement` between ranks, if copies no longer reach all ranks of a group, if a
     group is not divided into the same hosts, or if a rank has no memory to share.
     """
-    stored = [each for graph in graphs for each in graph.copies]
+    stored = [copies for graph in graphs for copies in graph.copies]
     if not stored:
         return [{} for _ in graphs]
     if agreement is None:
         return None
     device = stored[0].device
     reason = unsupported(device) or ""
-    reach = CopyReach.agreed_on(agreement, config, device, reason, [each.ranks for each in stored])
+    reach = CopyReach.agreed_on(agreement, config, device, reason, [copies.ranks for copies in stored])
     if reach.none or any(reach.apart(ranks, device.type) for ranks in reach.groups):
         return None
     groups = {divided.group: divided for graph in graphs for divided in graph.divided}.values()
@@ -58,7 +58,7 @@ def still_open(graphs: Sequence[CompiledGraph]) -> list[CopiesByPool] | None:
     """
     if not all(still_divided(divided) for graph in graphs for divided in graph.divided):
         return None
-    stored = [each for graph in graphs for each in graph.copies]
+    stored = [copies for graph in graphs for copies in graph.copies]
     pools = reusable_pools(_wanted(stored), stored[0].device) if stored else {}
     return None if pools is None else _on(pools, graphs)
 
@@ -66,14 +66,16 @@ def still_open(graphs: Sequence[CompiledGraph]) -> list[CopiesByPool] | None:
 def _wanted(stored: Sequence[StoredCopies]) -> list[Wanted]:
     """Return what each pool must provide for all graphs: its largest size, as graphs run one after the other."""
     found: dict[str, Wanted] = {}
-    for each in stored:
-        wanted = each.wanted
-        other = found.setdefault(each.group, wanted)
+    for copies in stored:
+        wanted = copies.wanted
+        other = found.setdefault(copies.group, wanted)
         if other is not wanted:
             most = max(other.bytes, wanted.bytes)
-            found[each.group] = replace(other, bytes=most, layout=f"{other.layout}\n{wanted.layout}")
+            found[copies.group] = replace(other, bytes=most, layout=f"{other.layout}\n{wanted.layout}")
     return [found[group] for group in sorted(found)]
 
 
 def _on(pools: Mapping[str, Pool], graphs: Sequence[CompiledGraph]) -> list[CopiesByPool]:
-    return [{each.group: GraphCopies.reopened(each, pools[each.group]) for each in graph.copies} for graph in graphs]
+    return [
+        {copies.group: GraphCopies.reopened(copies, pools[copies.group]) for copies in graph.copies} for graph in graphs
+    ]

@@ -46,8 +46,8 @@ class DividedGroup:
 def hosts_of(ranks: Sequence[int], host_of: Callable[[int], Hashable]) -> list[tuple[int, ...]] | None:
     """Return the ranks of each host; None unless each host's ranks are consecutive in the group and equally many."""
     hosts = [tuple(of_one) for _, of_one in itertools.groupby(ranks, host_of)]
-    different = len({host_of(each[0]) for each in hosts}) == len(hosts)
-    return hosts if different and len({len(each) for each in hosts}) == 1 else None
+    different = len({host_of(host[0]) for host in hosts}) == len(hosts)
+    return hosts if different and len({len(host) for host in hosts}) == 1 else None
 
 
 def process_groups() -> int:
@@ -67,12 +67,12 @@ def divided(group: str, name: str, hosts: Sequence[tuple[int, ...]], *, alone: b
     """
     whole = resolve_group(group)
     found = _made.get(whole)
-    mine, own = next((each, each.index(dist.get_rank())) for each in hosts if dist.get_rank() in each)
+    mine, own = next((host, host.index(dist.get_rank())) for host in hosts if dist.get_rank() in host)
     if found is not None and found.ranks_within == mine:
         return found
     if alone:
         return None
-    across = tuple(each[own] for each in hosts)
+    across = tuple(host[own] for host in hosts)
     limit = timedelta(seconds=timeout_s(group))
 
     def made(ranks: Sequence[int], which: str) -> str:

@@ -428,7 +428,7 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
     donated = donated_inputs()
     if donated is not None:
         return {names[at] for at in donated}
-    return {each for each in names if not each.startswith(("primals_", "tangents_"))}
+    return {saved for saved in names if not saved.startswith(("primals_", "tangents_"))}
 
 
 def device_types(gm: GraphModule) -> set[str]:
@@ -464,7 +464,7 @@ def _with_common_sizes(schedule: Schedule, agreement: GraphAgreement) -> Schedul
     """
     largest = agreement.agree_on_largest({name: buffer.bytes for name, buffer in schedule.buffers.items()})
     return replace(
-        schedule, buffers={name: replace(each, bytes=largest[name]) for name, each in schedule.buffers.items()}
+        schedule, buffers={name: replace(buffer, bytes=largest[name]) for name, buffer in schedule.buffers.items()}
     )
 
 
