@@ -1,8 +1,8 @@
-"""What a pass is: how it is named, what it is given and what it reports.
+"""The interface of passes: registration, the context that a pass receives and the report that it returns.
 
-A pass is a function `(Schedule, Context) -> (Schedule, PassReport)`. One that changes nothing returns the
-schedule itself. Ours never make simulated time worse and never exceed `Context.limit_bytes`: what did not
-pay is undone and says so.
+A pass is a function `(Schedule, Context) -> (Schedule, PassReport)`. A pass that changes nothing returns the
+schedule itself. The built-in passes never make the simulated step longer and never exceed `Context.limit_bytes`:
+a change that does not pay off is undone, and the report says so.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ REGISTERED: dict[str, Pass] = {}
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass may ask: limits and the machine that the simulator replays on.
+    """The limits that a pass must keep, and the machine on which the simulator replays schedules.
 
-    budget_bytes: the most a schedule may use at its peak; None takes the schedule's own budget, or else `peak_increase`
-    over the peak that came in. Set by the runner: incoming_peak_bytes, that peak, so that passes of a pipeline share
-    one allowance; final_bytes, the most that the last order may use where passes may go through others. peak_of: the
-    peak that is compared with a budget, and reported. dump: called with a stem such as `01_sink_waits.after` and the
-    schedule's text.
+    budget_bytes: the highest peak that a schedule may have; if None, the schedule's own budget or, without one, the
+    incoming peak plus its share `peak_increase`. Set by the pipeline: incoming_peak_bytes, the peak of the incoming
+    schedule, so that all passes share one allowance; final_bytes, the highest peak of the final order, if the orders
+    before it may exceed that. peak_of: computes the peak that is compared with a budget and reported. dump: called with
+    a stem such as `01_sink_waits.after` and the schedule's text.
 
-    overlap_margin: collectives are started early enough to be hidden if they take this many times their
-    estimate. estimate: asked about nodes that a pass made. merge_payloads: one payload for several starts of
-    one collective, or for several kernels of one kind, in their order, or a string that says why not; who merges nodes
-    needs it where they have payloads. kernel_kind: by a kernel's payload, equal for those that may share a launch; None
-    for one that shares its launch with no other. cache_dir: where the simulator in C is kept; None for that in Python.
+    overlap_margin: collectives start early enough to be hidden even if they take this many times their estimate.
+    estimate: estimates nodes that a pass creates. merge_payloads: merges the payloads of several starts of one
+    collective, or of several kernels of one kind, in order, or returns a string that says why it cannot; required to
+    merge nodes that have payloads. kernel_kind: maps a kernel's payload to a value that is equal for kernels that may
+    share a launch; None if the kernel may not. cache_dir: stores the simulator in C; None selects that in Python.
     """
 
     profile: DeviceProfile = IDEAL
@@ -45,7 +45,7 @@ class Context:
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
     reorder_collectives: bool = False  # let a start pass independent ones of its group, where that pays
     overlap_margin: float = 1.0
-    effort: int = 40_000  # replays that a search may take, some 0.02 ms each; long ones count for more
+    effort: int = 40_000  # replays that a search may use, about 0.02 ms each; long replays count more
     stop_after: str | None = None  # "PASS" or "PASS:MOVES"; see bisect.py
     most_moves: int | None = None  # set by the runner for stop_after="PASS:MOVES"; see PassReport.counted
     estimate: Callable[[Node], Estimate | None] | None = None
@@ -60,7 +60,7 @@ class Context:
     peak_of: Callable[[Schedule], int] = lambda schedule: analyze(schedule).peak_bytes
 
     def limit_bytes(self, schedule: Schedule) -> int:
-        """The most memory that a pass may let `schedule` use at its peak."""
+        """Return the highest peak memory that a pass may give to `schedule`."""
         budget = self.budget_bytes if self.budget_bytes is not None else schedule.budget_bytes
         if budget is not None:
             return budget
@@ -70,11 +70,11 @@ class Context:
         return int(peak * (1 + self.peak_increase))
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """The simulator's replay of `schedule`, kept with it: one pass asks for what the one before was judged by."""
+        """Return the simulator's replay of `schedule`, cached with it: the next pass starts from the same replay."""
         return schedule.fact("timeline", lambda: simulate(schedule, self.profile, self.cache_dir), of=self.profile)
 
     def late(self, schedule: Schedule) -> Schedule:
-        """`schedule` if every collective takes `overlap_margin` times its estimate. Kept with it, nodes too."""
+        """Return `schedule` with each collective's estimate times `overlap_margin`. Cached; reorderings share nodes."""
         return schedule.fact("late", lambda: self._late(schedule), of=self.overlap_margin)
 
     def _late(self, schedule: Schedule) -> Schedule:
@@ -92,20 +92,20 @@ class Context:
 
 @dataclass
 class PassReport:
-    """What a pass did and why. `moves` counts positions, earlier or later."""
+    """What a pass changed, and why."""
 
     name: str
-    reasons: dict[str, str] = field(default_factory=dict)  # node -> why it stopped there
-    limits: dict[str, Reason] = field(default_factory=dict)  # the same as one of the named reasons
-    moves: dict[str, int] = field(default_factory=dict)
-    moved_with: dict[str, tuple[str, ...]] = field(default_factory=dict)  # node -> those that moved with it
-    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # new node -> the nodes it stands for
-    counted: bool = False  # whether the pass itself kept to Context.most_moves
-    seconds: float = 0.0  # filled in by the runner
-    changed: bool = False  # likewise
+    reasons: dict[str, str] = field(default_factory=dict)  # node -> why it is not moved further
+    limits: dict[str, Reason] = field(default_factory=dict)  # node -> the `Reason` behind that text, if there is one
+    moves: dict[str, int] = field(default_factory=dict)  # node -> positions that it moved, earlier or later
+    moved_with: dict[str, tuple[str, ...]] = field(default_factory=dict)  # node -> the nodes that moved with it
+    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # new node -> the nodes that it replaces
+    counted: bool = False  # whether the pass itself stopped after Context.most_moves
+    seconds: float = 0.0  # set by the runner
+    changed: bool = False  # set by the runner
 
     def because(self, node: Node | str, reason: Reason | str, about: str = "") -> None:
-        """Note why `node` is where it is; the last reason stands."""
+        """Record why `node` is where it is, in place of earlier reasons. about: the node that the reason names."""
         name = node if isinstance(node, str) else node.name
         if isinstance(reason, Reason):
             self.limits[name] = reason
@@ -115,7 +115,7 @@ class PassReport:
             self.reasons[name] = reason
 
     def moved(self, node: Node | str, positions: int, others: Sequence[str] = ()) -> None:
-        """Count a move of `node` by that many positions, together with `others`."""
+        """Record that `node` moved by this many positions, together with `others`; several moves add up."""
         name = node if isinstance(node, str) else node.name
         if positions:
             self.moves[name] = self.moves.get(name, 0) + abs(positions)
@@ -127,7 +127,7 @@ Pass = Callable[[Schedule, Context], tuple[Schedule, PassReport]]
 
 
 def register_pass(name: str) -> Callable[[Pass], Pass]:
-    """Make a pass known by name, for `passes=` in the options."""
+    """Register a pass under a name, by which the option `passes` can then select it."""
 
     def register(function: Pass) -> Pass:
         if name in REGISTERED:

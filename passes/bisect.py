@@ -1,10 +1,10 @@
-"""A pipeline that stops early, to find the pass, and the move in it, that breaks a step.
+"""Stop a pipeline early, to find the pass, and the move of that pass, that breaks a step.
 
-`stop_after="plan_overlap"` runs the passes up to that one. `stop_after="plan_overlap:40"` also takes its first 40
-moves only: the first 40 nodes stand where the pass put them, all others follow in the order they had before. Both parts
-of such an order are legal, so all of it is. Some passes count for themselves (`PassReport.counted`): moves are then the
-buckets that `bucket` made, the starts or waits that `raise_under_memory` or `sink_under_memory` moved, and the moves of
-`refine`, of a node and what comes along.
+`stop_after="plan_overlap"` runs the passes up to and including that one. `stop_after="plan_overlap:40"` makes only its
+first 40 moves: the first 40 nodes stand where it put them, all other nodes follow in their order before the pass. Both
+parts of such an order are legal, so the whole order is. Some passes count moves themselves (`PassReport.counted`):
+`bucket` counts buckets, `raise_under_memory` and `sink_under_memory` the starts or waits that moved, `share_launches`
+merged launches, and `refine` its moves, each of one node and the nodes that move along.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from overlapc.units import parse_count
 
 
 def parse_stop(text: str) -> tuple[str, int | None]:
-    """(pass, moves) of `PASS` or `PASS:MOVES`. ConfigError for anything else."""
+    """Return (pass, moves) of `PASS` (moves: None) or `PASS:MOVES`. Raise ConfigError for any other text."""
     name, colon, moves = text.strip().partition(":")
     try:
         count = parse_count(moves) if colon else None
@@ -27,7 +27,7 @@ def parse_stop(text: str) -> tuple[str, int | None]:
 
 
 def first_moves(before: Schedule, after: Schedule, moves: int) -> Schedule:
-    """The first `moves` nodes of `after`, then the others as in `before`; both hold the same nodes."""
+    """Return the first `moves` nodes of `after`, then all other nodes as in `before`; both have the same nodes."""
     head = [node.name for node in after.nodes[:moves]]
     placed = set(head)
     rest = [node.name for node in before.nodes if node.name not in placed]

@@ -1,4 +1,4 @@
-"""What an order is judged by, and the guard that every pass of overlapc ends with."""
+"""The cost by which orders are compared, and the check that undoes a pass that did not pay off."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _ROUNDING = 1e-9  # relative: sums of the same times in another order differ by 
 
 
 def cost(schedule: Schedule, ctx: Context) -> tuple[float, float]:
-    """What an order is judged by: its step if collectives take their estimate, plus its step if they are all late, both
-    in ns; of equal ones, what is exposed."""
+    """Return the cost of an order in ns: the step with collectives as estimated plus the step with all collectives
+    late; then, to break ties, the exposed time."""
     timeline = ctx.timeline(schedule)
     late_ns = ctx.timeline(ctx.late(schedule)).step_ns if ctx.overlap_margin != 1 else timeline.step_ns
     return timeline.step_ns + late_ns, timeline.exposed_ns
@@ -21,7 +21,7 @@ def cost(schedule: Schedule, ctx: Context) -> tuple[float, float]:
 def keep_if_better(
     schedule: Schedule, moved: Schedule, ctx: Context, report: PassReport
 ) -> tuple[Schedule, PassReport]:
-    """`moved`, unless it simulates slower than `schedule` or exceeds the limit: then nothing was done."""
+    """Return `moved`, or `schedule` if `moved` is slower in the simulator or exceeds the memory limit."""
     if moved is schedule:
         return schedule, report
     if analyze(moved).peak_bytes > ctx.limit_bytes(schedule):

@@ -1,4 +1,4 @@
-"""The default passes, in the order in which each runs once. Importing this module registers all passes of overlapc."""
+"""The default passes; each runs once, in this order. Importing this module registers all built-in passes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from overlapc.passes import (  # noqa: F401
 
 ORDER = (
     "bucket",  # first: later passes should see the collectives that will really run
-    "plan_overlap",  # gathers of parameters and reductions on their queue together
-    "raise_under_memory",  # what depends on compute, and what the plan left exposed
-    "sink_under_memory",  # after raising: reductions hide, in the order in which that takes the least memory
-    "sink_waits",  # in what memory is left, waits move to their readers
-    "refine",  # from there, whatever makes the step shorter: compute moves too
-    # Last: ranks whose shards differ in size differ in what this does, and may not in anything before.
+    "plan_overlap",  # places parameter gathers and the reductions on the same queue together
+    "raise_under_memory",  # starts earlier: collectives that depend on compute, or that the plan left exposed
+    "sink_under_memory",  # after raising: waits later for reductions, in the order that takes the least memory
+    "sink_waits",  # moves waits to their readers, as far as the remaining memory allows
+    "refine",  # local search from that order: any move that shortens the step, of compute nodes, too
+    # Last: its result differs between ranks whose shards differ in size; all earlier passes must agree on all ranks.
     "share_launches",
 )

@@ -1,4 +1,4 @@
-"""Why a collective stopped where it did: the small set of reasons that reports use."""
+"""Why a collective was not moved further: the limiting factors that reports name."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from overlapc.schedule.dependencies import Why
 
 
 class Reason(Enum):
-    """A limiting factor; `{}` stands for another node."""
+    """A limiting factor, as reports print it; `{}` is replaced, mostly by the name of another node."""
 
     HIDDEN = "hidden"  # completely: moving it further gains nothing
     DATA = "data dependence on {}"
     ORDER_EDGE = "has to come after {}"  # an `after` or mutation edge
-    BEFORE = "has to come before {}"  # the same edge, of a wait
+    BEFORE = "has to come before {}"  # the same kind of edge, as the limit of a wait
     MEMORY = "peak memory"
     COLLECTIVE_ORDER = "collective order: {} is first"
     BARRIER = "{} is a barrier"
-    QUEUE = "queue busy with {}"  # starting sooner would only mean waiting on the queue
-    # The next collective cannot begin any sooner, whatever becomes of this wait.
+    QUEUE = "queue busy with {}"  # a collective that starts earlier would only wait on the queue
+    # The next collective cannot begin any sooner, wherever this wait stands.
     NEXT_ON_QUEUE = "waiting later gains nothing: {} is next on this queue"
     SCHEDULE_START = "start of schedule"
     SCHEDULE_END = "end of schedule"
@@ -29,15 +29,15 @@ class Reason(Enum):
     MERGED = "bucket of {}"
     FILLED = "all compute that was ready runs beside it"
     REFINED = "every other place that was tried makes the step longer"
-    SLOWER = "undone: the simulated step became longer"  # all that this pass moved
+    SLOWER = "undone: the simulated step became longer"  # every move of the pass was undone
 
     def about(self, node: str = "") -> str:
-        """The reason in words: `data dependence on mm3`."""
+        """Return the reason in words, such as `data dependence on mm3`."""
         return self.value.format(node) if "{}" in self.value else self.value
 
 
 def reason_of(why: Why, *, of_wait: bool = False) -> Reason:
-    """The limiting factor that an edge stands for: of the start that it leads to, or of the wait it comes from."""
+    """Return the limiting factor for an edge: of the start that it leads to, or (`of_wait`) the wait it comes from."""
     return {
         Why.DATA: Reason.READER if of_wait else Reason.DATA,
         Why.MUTATION: Reason.BEFORE if of_wait else Reason.ORDER_EDGE,

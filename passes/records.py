@@ -1,4 +1,4 @@
-"""What became of each collective: exposed before and after, how far it moved, and what it stopped at."""
+"""Records of collectives: exposed time before and after the passes, distance moved and limiting factor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from overlapc.schedule.model import Node
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective before and after the passes, for reports. Times in ns, bytes by its definition."""
+    """One collective before and after the passes, for reports. Times in ns, bytes as in `Comm`."""
 
     name: str
     op: str
     group: str
     size: int  # ranks
     bytes: int
-    estimate_ns: float | None  # None: nobody could estimate it
+    estimate_ns: float | None  # None: no estimator knows it
     source: str
     exposed_before_ns: float
     hidden_before_ns: float
@@ -28,13 +28,13 @@ class CollectiveRecord:
     hidden_after_ns: float
     moves: int  # positions that its start and its wait moved
     limit: str  # the limiting factor in words
-    causes: tuple[Reason, ...] = ()  # the named reasons in it: of the start, of the wait
-    via: str = ""  # what carries it, as `Comm.via`
-    members: tuple[str, ...] = ()  # the collectives that came in and were merged into it
+    causes: tuple[Reason, ...] = ()  # the reasons in `limit`: that of the start, that of the wait
+    via: str = ""  # transport, as `Comm.via`
+    members: tuple[str, ...] = ()  # the incoming collectives that were merged into it
 
 
 def records_of(reports: Sequence[PassReport], before: Timeline, after: Timeline) -> tuple[CollectiveRecord, ...]:
-    """One record a collective of the final schedule, in its order."""
+    """Return one record for each collective of the final schedule, in its order."""
     records = []
     schedule = after.schedule
     merged: dict[str, tuple[str, ...]] = {}
@@ -76,13 +76,13 @@ def records_of(reports: Sequence[PassReport], before: Timeline, after: Timeline)
 def _limit(
     reports: Sequence[PassReport], node: Node, wait: Node | None, *, hidden: bool
 ) -> tuple[str, tuple[Reason, ...]]:
-    """What keeps a collective from being hidden, in words and by name: its start's last reason, then its wait's."""
+    """Return what keeps a collective exposed, in words and as reasons: the last of its start, then of its wait."""
     if hidden:
         return Reason.HIDDEN.about(), ()
     parts, causes = [], []
     for label, name in (("start", node.name), ("wait", "" if wait is None else wait.name)):
         said = [(report.reasons[name], report.limits.get(name)) for report in reports if name in report.reasons]
-        # A pass that was undone as a whole says less than one that decided about this node.
+        # "Undone" is about a whole pass, so a reason that is about this node is preferred.
         said = [(text, reason) for text, reason in said if reason is not Reason.SLOWER] or said
         if not said or said[-1][1] is Reason.HIDDEN:
             continue

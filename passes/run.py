@@ -1,4 +1,4 @@
-"""A schedule through its passes, and what became of it: what the backend and `overlapc plan` call."""
+"""Run a schedule through its passes and record the result: the entry point for the backend and `overlapc plan`."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from overlapc.units import human_bytes
 
 Passes = Sequence[tuple[str, Pass]]
 
-# What plans within a budget may use above the incoming peak; 1 stands for `Context.peak_increase`, as without a budget.
+# With a budget, plans are made for limits of 1 + share * `peak_increase` times the incoming peak; without one share is 1.
 SHARES = (0, 0.25, 0.5), (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of a pipeline."""
+    """The result of a pipeline."""
 
     schedule: Schedule
     reports: tuple[PassReport, ...]
     before: Timeline
     after: Timeline
     collectives: tuple[CollectiveRecord, ...]
-    ordered: Schedule  # the same order with the estimates that came in, from which its clock follows
+    ordered: Schedule  # the final order with the incoming estimates, which determine its device clock
     incoming_peak_bytes: int
     peak_bytes: int
 
 
 @gc_paused()
 def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
-    """The passes of `Context.passes`, or the default ones, and what became of every collective.
+    """Run the passes of `Context.passes`, or the default passes, and record what became of every collective.
 
-    MemoryBudgetError when a budget was set and the order that came in exceeds it already: it holds each
-    buffer for the shortest time of all orders that the passes can reach, so none of them fits.
+    Raise MemoryBudgetError if the incoming order already exceeds a given budget: of all orders that the passes can
+    reach, it holds each buffer for the shortest time, so no other order fits.
     """
     passes = select(ctx.passes)
     last, _ = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
@@ -68,21 +68,21 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
 class _Within:
     """Plans of a schedule that fit into a budget.
 
-    More memory leads passes elsewhere, not always to a shorter step, and so does more effort. So a budget only says up
-    to which of the same limits there is a plan for each, and the shortest is taken: neither ever makes the step longer.
-    The plan that is made without a budget is one of them, as far as its search came within this one.
+    With more memory, or more effort, passes find another order, which is not always shorter. Therefore plans are made
+    for a fixed series of limits, a larger budget only adds limits, and the shortest plan is taken: neither a larger
+    budget nor more effort makes the step longer. One of them is the plan without a budget, limited to orders that fit.
     """
 
     def __init__(self, schedule: Schedule, ctx: Context, passes: Passes, budget: int) -> None:
         self.schedule, self.ctx, self.passes, self.budget = schedule, ctx, passes, budget
         names = [name for name, _ in passes]
-        # The last pass does not count: ranks may differ in what it does, and have to take the same plan.
+        # Plans are compared before share_launches: its result may differ between ranks, which must take the same plan.
         self.last = names.index("share_launches") if "share_launches" in names else len(names)
         self.search = names.index("refine", 0, self.last) if "refine" in names[: self.last] else self.last
         self.plans: dict[int, Result] = {}  # by limit
 
     def shortest(self) -> Result:
-        """The shortest plan that fits; of equal ones that for the lowest limit."""
+        """Return the shortest plan that fits; of equally short plans, the one for the lowest limit."""
         peak, unit = self.ctx.incoming_peak_bytes or 0, self.ctx.peak_increase or Context.peak_increase
         for shares in SHARES:
             for share in shares:
@@ -100,9 +100,9 @@ class _Within:
         return self._continued(fitting[limit], ctx, self.passes[self.last :])
 
     def _plan(self, limit: int) -> bool:
-        """Plan for a limit; whether more memory may help: it is what keeps a collective exposed by the rules alone.
+        """Plan for a limit. Return whether memory keeps a collective exposed in the order before the search.
 
-        Not by a search: the more effort, the fewer limits there would be plans for.
+        The order after the search is not asked: more effort would then end the series of limits earlier.
         """
         ctx = replace(self.ctx, budget_bytes=limit, dump=None, stop_after=None)
         ruled = _result(self.schedule, ctx, run_passes(self.schedule, ctx, self.passes[: self.search]))
@@ -115,9 +115,9 @@ class _Within:
 
 
 def _result(schedule: Schedule, ctx: Context, planned: tuple[Schedule, tuple[PassReport, ...]]) -> Result:
-    """What became of a schedule."""
+    """Record the result of running passes on a schedule."""
     final, reports = planned
-    # Passes compare orders at one clock; what is reported is at the clock that each order leads to.
+    # Passes compare all orders at one device clock; the report has each order at the clock that it leads to.
     before = settled(ctx.timeline(schedule))
     after = before if final is schedule else settled(ctx.timeline(final))
     peaks = ctx.peak_of(schedule), ctx.peak_of(final)

@@ -1,4 +1,4 @@
-"""Which passes are meant, and running them: timed, verified, dumped."""
+"""Select passes by name, and run them: each is timed, verified and dumped."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SIGNATURE = "a function (Schedule, Context) -> (Schedule, PassReport)"
 
 
 def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
-    """(name, pass) for names, callables and `package.module:function`; None for the default order.
+    """Return (name, pass) for names, callables and `package.module:function`; None selects the default order.
 
-    ConfigError for an unknown name, for what cannot be imported, and for what cannot be called as a pass is.
+    Raise ConfigError for an unknown name, a failed import, or an object that cannot be called as a pass.
     """
     chosen: list[tuple[str, Pass]] = []
     for each in ORDER if passes is None else passes:
@@ -36,13 +36,13 @@ def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
 
 
 def is_ours(name: str) -> bool:
-    """Whether overlapc's own code says what the pass of this name does."""
+    """Whether the pass of this name is built in, so that overlapc's own source code determines what it does."""
     found = select((name,))[0][1] if ":" not in name else None
     return found is not None and found.__module__.startswith("overlapc.")
 
 
 def _imported(path: str) -> Pass:
-    """The function that `package.module:function` names."""
+    """Import the function that `package.module:function` names."""
     module, _, name = path.partition(":")
     try:
         found: Pass = getattr(importlib.import_module(module), name)
@@ -63,7 +63,7 @@ def _checked(given: Pass) -> tuple[str, Pass]:
 def run_passes(
     schedule: Schedule, ctx: Context, passes: Sequence[tuple[str, Pass]]
 ) -> tuple[Schedule, tuple[PassReport, ...]]:
-    """Time, run, verify and dump each pass, up to `Context.stop_after`."""
+    """Run the passes up to `Context.stop_after`; time, verify and dump each of them."""
     last, moves = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
     reports: list[PassReport] = []
     current = schedule
@@ -83,7 +83,7 @@ def run_passes(
                 reference=current,
                 merged=report.merged,
                 may_reorder_collectives=ctx.reorder_collectives,
-                # Part of a pass may need more memory than all of it.
+                # The first moves of a pass may need more memory than all its moves.
                 limit_bytes=None if name == last and moves is not None else ctx.limit_bytes(schedule),
             )
         if ctx.dump is not None:
@@ -96,7 +96,7 @@ def run_passes(
 
 
 def _call(name: str, each: Pass, schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """What the pass returns. ScheduleError, with its name, for a move that is none and for a result that is none."""
+    """Call a pass. Raise ScheduleError, with its name, for an illegal move or a result of another type."""
     try:
         result: Any = each(schedule, ctx)
     except ScheduleError as error:
