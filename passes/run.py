@@ -20,7 +20,7 @@ from overlapc.units import human_bytes
 
 Passes = Sequence[tuple[str, Pass]]
 
-# With a budget, plans are made for limits of 1 + share * `peak_increase` times the incoming peak; without one share is 1.
+# With a budget, plans are made for limits of 1 + share * `peak_increase` times the incoming peak; without, share is 1.
 SHARES = (0, 0.25, 0.5), (1, 2, 4, 8, 16, 32)
 
 
