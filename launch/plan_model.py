@@ -29,6 +29,7 @@ from overlapc.errors import ConfigError, unknown_name
 from overlapc.gc_paused import gc_paused
 from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
+from overlapc.launch.sweep import MOST_RANKS
 from overlapc.parallel import FSDPModule
 from overlapc.parallel.access import replay_equal_blocks
 from overlapc.passes.base import Context
@@ -50,7 +51,6 @@ MODELS: dict[str, Callable[[], LlamaConfig]] = {
 # Numbers of layers of the models that are traced for a larger one. The first and last layers differ from those in
 # between, so the smallest has one layer of each sort. A model with at most the sum of these is traced itself.
 FEW = (3, 4, 5)
-_MOST_RANKS = 2**17  # torch stores a list of the ranks of every group
 _MOST_TOKENS = 2**24  # limit of tokens per row, and of rows
 _MOST_LAYERS = 1000
 
@@ -113,7 +113,7 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         if name in axes:
             raise ConfigError(f"--mesh: {name} is given twice")
         try:
-            axes[name] = parse_count(size, _MOST_RANKS)
+            axes[name] = parse_count(size, MOST_RANKS)
         except ConfigError as error:
             raise ConfigError(f"--mesh: {name}: {error}; write it like dp=128,tp=8") from None
         if not axes[name]:
@@ -127,8 +127,8 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         axes["dp"] = world_size // named
     elif world_size and world_size != named:
         raise ConfigError(f"--mesh {text} has {named} ranks, --world-size says {world_size}")
-    if max(named, world_size) > _MOST_RANKS:
-        raise ConfigError(f"{max(named, world_size):,} ranks: a plan can have at most {_MOST_RANKS:,}")
+    if max(named, world_size) > MOST_RANKS:
+        raise ConfigError(f"{max(named, world_size):,} ranks: a plan can have at most {MOST_RANKS:,}")
     return {name: axes.get(name, 1) for name in AXES}
 
 

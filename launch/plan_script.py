@@ -34,7 +34,6 @@ from overlapc.report import record
 from overlapc.report.record import Report
 from overlapc.runtime.steps import STEPS
 
-MOST_RANKS = 2**17  # torch stores a list of the ranks of every group
 _NEEDS_VALUES = (
     "a branch or a shape depends on the values of tensors here, and the script runs on tensors without values: plan a"
     " variant of it that needs no values (a fixed capacity, no check of the loss), or move this after the first"

@@ -19,6 +19,7 @@ from overlapc.units import parse_count
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(b|B)/s")
 _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _AS_ASSUMED = " as assumed"  # suffix of the name of a profile that command line options changed
+MOST_RANKS = 2**17  # of one plan: torch stores a list of the ranks of every group
 _MOST = 64  # limit on the plans of one sweep
 
 

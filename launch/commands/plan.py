@@ -180,8 +180,8 @@ def _script_planner(
     script: Path, arguments: Sequence[str], values: Mapping[str, str], per_host: int, assumptions: dict[str, None]
 ) -> PlanOne:
     """Return a function that plans a script at one point of a sweep and adds its assumptions to `assumptions`."""
-    from overlapc.launch.plan_script import MOST_RANKS, plan_script
-    from overlapc.launch.sweep import counts
+    from overlapc.launch.plan_script import plan_script
+    from overlapc.launch.sweep import MOST_RANKS, counts
 
     def plan_one(point: Point) -> Report:
         (ranks,) = counts(point["world size"], "world-size", MOST_RANKS)
@@ -195,8 +195,7 @@ def _script_planner(
 def _model_planner(values: Mapping[str, str], settings: Mapping[str, Any], whole: bool) -> PlanOne:
     """Return a function that plans one of our models at one point of a sweep."""
     from overlapc.launch.plan_model import PlanConfig, plan_model
-    from overlapc.launch.plan_script import MOST_RANKS
-    from overlapc.launch.sweep import counts
+    from overlapc.launch.sweep import MOST_RANKS, counts
 
     def plan_one(point: Point) -> Report:
         (ranks,) = counts(point["world size"], "world-size", MOST_RANKS)

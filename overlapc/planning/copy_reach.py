@@ -60,8 +60,10 @@ class CopyReach:
             return "its ranks are on different hosts"
         if hosts > 1:
             return "its group spans several hosts"
-        if not 1 < len(ranks) <= MOST_RANKS or len(known) < len(ranks):
-            return f"its group has {len(ranks)} ranks; copies are for 2 to {MOST_RANKS} ranks that compile together"
+        if not 1 < len(ranks) <= MOST_RANKS:
+            return f"its group has {len(ranks)} ranks; copies are for 2 to {MOST_RANKS}"
+        if len(known) < len(ranks):
+            return "ranks of its group do not compile this graph"
         if len({place["device"] for place in known}) < len(known) and device_type != "cpu":
             return "ranks of its group share a GPU"
         return None

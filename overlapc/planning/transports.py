@@ -371,8 +371,10 @@ def _no_copies(
         return "CUDA graphs cannot hold copies that wait for other ranks"
     if config.check_lifecycle:
         return "check_lifecycle does not support the memory that copies share"
-    if agreement is None or dist.get_backend() == "fake":
-        return "ranks do not exchange data while compiling (see rank_check)"
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        return "torch's fake process group moves no data"
+    if agreement is None:
+        return "ranks exchange no data while compiling (see rank_check)"
     if len(devices) != 1:
         return f"the graph is on {len(devices)} devices"
     return unsupported(next(iter(devices))) or ""
