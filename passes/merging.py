@@ -1,4 +1,4 @@
-"""Several nodes that become one: what `bucket` and `share_launches` have in common."""
+"""Merge several nodes into one: what `bucket` and `share_launches` have in common."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from overlapc.schedule.model import Node, Schedule
 
 
 def merged_node(members: Sequence[Node], payload: Any) -> Node:
-    """One node that does what all of `members` did, called `a+2` for three of which `a` is the first.
+    """Return one node that does the work of all `members`; its name is `a+2` for three nodes of which `a` is the first.
 
-    What it costs (`work`, `comm`, `estimate`) is for who merges them to say.
+    The caller has to set what it costs (`work`, `comm`, `estimate`).
     """
     first = members[0]
     return Node(
@@ -30,17 +30,17 @@ def merged_node(members: Sequence[Node], payload: Any) -> Node:
 
 
 def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Every name of the parts once, in their order."""
+    """Return every name in the parts once, in order."""
     return tuple(dict.fromkeys(name for part in parts for name in part))
 
 
 def with_merged(
     schedule: Schedule, instead: Mapping[int, Sequence[Node]], gone: Collection[int], renamed: Mapping[str, str]
 ) -> Schedule:
-    """A new schedule: its order is the one that dependences among collectives count from.
+    """Return a schedule with merged nodes. Dependences among its collectives follow its own order, not `schedule`'s.
 
-    instead: by position, what stands there, before the node that does if that one is not gone. gone: positions of
-    nodes that are part of others, or stand elsewhere. renamed: a node that is part of another -> that one.
+    instead: position -> nodes to insert there, in front of the node at that position. gone: positions of nodes to
+    remove, because they were merged or are inserted elsewhere. renamed: merged node -> the node that replaces it.
     """
     order: list[Node] = []
     for at, node in enumerate(schedule.nodes):
@@ -52,7 +52,7 @@ def with_merged(
 
 
 def after_renamed(node: Node, renamed: Mapping[str, str]) -> Node:
-    """`node` behind those that the nodes it was to come after are part of."""
+    """Return `node` with each merged node in its `after` replaced by the node that it was merged into."""
     if not any(name in renamed for name in node.after):
         return node
     return replace(node, after=tuple(dict.fromkeys(renamed.get(name, name) for name in node.after)))

@@ -1,8 +1,8 @@
-"""An order that changes: the one primitive with which passes move nodes.
+"""The order of a schedule while a search changes it, move by move.
 
-It knows where every node stands, what has to come along when a node moves, what is live and how long the step takes. A
-move puts the nodes of a stretch into another order; its memory and its timing are asked for before it is made, and cost
-the stretch, not the schedule (`schedule/memory.py`, `estimators/simulator/incremental.py`).
+`Order` knows the position of every node, which nodes must move along with it, the peak memory and the step time. A move
+permutes the nodes of a window of positions. Its memory and timing can be queried before it is made, at a cost that
+depends on the window, not on the schedule (`schedule/memory.py`, `estimators/simulator/incremental.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`nodes`, which stand at positions `low` and following, in this order there."""
+    """Put `nodes`, which stand at the positions from `low` on, into this order there."""
 
     low: int
     nodes: Sequence[int]
 
 
 class Order:
-    """The order of a schedule's nodes while it changes. Nodes are positions in the schedule as it was given.
+    """The order of a schedule's nodes while it changes. Nodes are positions in the given schedule.
 
-    clocks: schedules of the same nodes in the same order, with the times to replay by; none where no time is asked for.
+    clocks: schedules of the same nodes in the same order, with the times to replay; empty if timings are not needed.
     """
 
     def __init__(self, schedule: Schedule, ctx: Context, clocks: Sequence[Schedule] = ()) -> None:
@@ -46,24 +46,24 @@ class Order:
                 self._preds[after].append(before)
                 self._succs[before].append(after)
         self._fixed = [not _is_known(schedule, at) for at in range(len(schedule.nodes))]
-        # Whether a collective of unknown duration has time enough no replay can say: nothing moves past it.
+        # No replay can tell whether a collective of unknown duration is hidden, so nothing moves past it.
         self._blocking = {at for at in self.order if self._fixed[at] and schedule.nodes[at].kind not in COMPUTE}
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        """Of the present order, one a clock."""
+        """The timings of the present order, one for each clock."""
         return tuple(replay.timing for replay in self._replays)
 
     @property
     def blocks_replayed(self) -> int:
-        """What asking for timings has cost so far, in blocks of nodes of a fixed length."""
+        """The cost of all timings queried so far: the number of replayed blocks, each of a fixed number of nodes."""
         return sum(replay.blocks_replayed for replay in self._replays)
 
     # Moves
 
     def shift(self, node: int, distance: int, most: int) -> Move | None:
-        """`node` moved by so many positions (negative: earlier) or to the end, together with all that stands between
-        and that it needs, or that needs it. None if that is more than `most` nodes, or one of unknown duration."""
+        """Return the move of `node` by `distance` positions (negative: earlier), at most to an end of the order, with
+        the nodes in between that must move along. None if these exceed `most` or an unknown duration prevents it."""
         at = self.position[node]
         to = max(0, at + distance) if distance < 0 else min(len(self.order) - 1, at + distance)
         if to == at:
@@ -80,7 +80,7 @@ class Order:
         return Move(low, moving + staying if distance < 0 else staying + moving) if staying else None
 
     def exchange(self, one: int, other: int) -> Move | None:
-        """Two nodes in each other's place. None if a dependence, or a node of unknown duration, stands against that."""
+        """Return the move that swaps two nodes; None if a dependence or a node of unknown duration prevents it."""
         low, high = sorted((self.position[one], self.position[other]))
         first, last = self.order[low], self.order[high]
         window = self.order[low : high + 1]
@@ -106,29 +106,29 @@ class Order:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the present order."""
+        """The peak memory of the present order."""
         return self._memory.peak_bytes
 
     def peak_with(self, move: Move) -> int:
-        """The peak in bytes within the stretch, were the move made."""
+        """Return the peak memory within the move's window if the move were made."""
         return self._memory.try_window(move.low, move.nodes)
 
     def pool_bytes_with(self, move: Move) -> int:
-        """The most that lies in pools at once within the stretch, were the move made."""
+        """Return the peak of the bytes in pools within the move's window if the move were made."""
         return self._memory.try_pools(move.low, move.nodes)
 
     def timings_with(self, move: Move) -> Iterator[Timing]:
-        """What `timings` would be, were the move made; each is a replay when it is asked for."""
+        """Yield what `timings` would be if the move were made; each replay runs when its timing is requested."""
         return (replay.try_window(move.low, move.nodes) for replay in self._replays)
 
     def make(self, move: Move) -> None:
-        """Make a move. Costs next to nothing if it was asked about last."""
+        """Make a move. Nearly free if it is the move that was queried last."""
         self._memory.apply(move.low, move.nodes)
         for replay in self._replays:
             replay.apply(move.low, move.nodes)
 
 
 def _is_known(schedule: Schedule, at: int) -> bool:
-    """Whether it is known how long a node takes, or the collective that it waits for."""
+    """Whether the duration of a node, or of the collective that it waits for, is known."""
     node = schedule.nodes[schedule.started.get(at, at)]
     return node.estimate is not None or node.kind not in (*COMPUTE, *COMMUNICATION, Kind.WAIT)

@@ -1,10 +1,10 @@
-"""A cheap model of when collectives run, for passes that weigh one move at a time.
+"""A fast model of when collectives run, for passes that evaluate one move at a time.
 
-The simulator is the judge of a whole pass; this is its inner loop: fixed durations (those of the last replay,
-with contention), one queue a process group, and a clock that `step` carries over one node.
+The simulator judges the result of a whole pass; this model is for its inner loop: fixed durations (those of the last
+replay, with contention), one queue for each process group, and a clock that `step` advances by one node.
 
-Time runs both ways: `mirrored` is the same step seen from its end, where every wait puts a collective in flight and its
-start waits for it. Both ways the longest path is the same, so what is a rule for starts is one for waits too.
+Time runs in both directions: `mirrored` is the same step seen from its end, where a wait puts its collective in flight
+and the start waits for it. The longest path is the same in both, so a rule for starts is also a rule for waits.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from dataclasses import dataclass
 from overlapc.estimators.timeline import Timeline
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
-# A collective may take cheap nodes along (the cast before a gather, the scaling after a scatter), not the
-# matmul that it overlaps with: at most this share of its own duration.
+# Cheap nodes may move with a collective (the cast before a gather, the scaling after a scatter), but not the matmul
+# that it overlaps: together, they may take at most this share of the collective's duration.
 CARRIED_SHARE = 0.25
 
 
 @dataclass
 class Queues:
-    """Durations and queue order of a schedule, nodes as positions. A collective is known by the position of its start.
+    """Durations and queue order of a schedule. Nodes are positions; a collective is the position of its start.
 
-    `end_ns` of a collective is known once `step` passed it.
+    `end_ns` of a collective is valid once `step` has passed its start.
     """
 
     kinds: list[Kind]
-    known: list[bool]  # whether somebody could estimate the node
+    known: list[bool]  # whether the node has an estimate
     compute_ns: list[float]
     collective_ns: list[float]
     end_ns: list[float]
     collective: dict[int, int]  # START, COMM or WAIT -> the collective
-    opened_by: dict[int, list[int]]  # collective -> what puts it in flight, in order; mirrored, there may be several
-    closed_by: dict[int, list[int]]  # collective -> its waits in order: a bucket may have one an output
-    previous: dict[int, int]  # collective -> the one before it on its queue
+    opened_by: dict[int, list[int]]  # collective -> nodes that put it in flight, in order; several only if mirrored
+    closed_by: dict[int, list[int]]  # collective -> its waits, in order; a bucket may have one for each output
+    previous: dict[int, int]  # collective -> the collective before it on its queue
     next: dict[int, int]
 
     @classmethod
     def of(cls, schedule: Schedule, timeline: Timeline, margin: float = 1.0) -> Queues:
-        """From a replay. margin: collectives are taken to last this many times as long as estimated."""
+        """Take durations from a replay. margin: a factor on the estimates of collectives."""
         stretch = timeline.profile.collective_slowdown * margin
         nodes = schedule.nodes
         delay_ns = _begin_delay_ns(schedule, timeline) if timeline.profile.collectives_wait_for_kernels else 0.0
@@ -69,7 +69,7 @@ class Queues:
         return queues
 
     def mirrored(self) -> Queues:
-        """The same seen from the end: position 0 is the last node, starts wait and waits start."""
+        """Return the same step seen from its end: position 0 is the last node, and starts and waits change roles."""
         top = len(self.kinds) - 1
         turned = {Kind.START: Kind.WAIT, Kind.WAIT: Kind.START}
 
@@ -95,12 +95,12 @@ class Queues:
         )
 
     def queue_free_ns(self, collective: int) -> float:
-        """When the collective before this one on its queue ends."""
+        """Return when the collective before this one on its queue ends; -inf if this is the first."""
         previous = self.previous.get(collective)
         return -math.inf if previous is None else self.end_ns[previous]
 
     def swap(self, first: int, second: int) -> None:
-        """Let `second`, which follows `first` on their queue, go ahead of it."""
+        """Put `second`, which directly follows `first` on their queue, before `first`."""
         before, behind = self.previous.pop(first, None), self.next.pop(second, None)
         for one, other in ((before, second), (second, first), (first, behind)):
             if one is not None and other is not None:
@@ -111,7 +111,7 @@ class Queues:
             self.next.pop(first, None)
 
     def step(self, node: int, now_ns: float) -> float:
-        """The compute stream's clock after `node`, which it reaches at `now_ns`; notes a collective's end."""
+        """Return the compute stream's clock after `node`, which it reaches at `now_ns`; set a collective's `end_ns`."""
         kind = self.kinds[node]
         if kind in COMPUTE:
             return now_ns + self.compute_ns[node]
@@ -124,8 +124,8 @@ class Queues:
 
 
 def _begin_delay_ns(schedule: Schedule, timeline: Timeline) -> float:
-    """How long a collective stands behind the kernel that runs when it comes: the length of that kernel, on average
-    over time (not over kernels: a long one is met more often)."""
+    """Return how long a collective waits for the kernel that is running when it is issued: the length of that kernel,
+    averaged over time, not over kernels, because a long kernel is running more often."""
     spans = zip(schedule.nodes, timeline.start_ns, timeline.end_ns, strict=True)
     lengths = [end - start for node, start, end in spans if node.kind in COMPUTE]
-    return sum(each * each for each in lengths) / sum(lengths) if any(lengths) else 0.0
+    return sum(length * length for length in lengths) / sum(lengths) if any(lengths) else 0.0
