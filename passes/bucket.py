@@ -3,20 +3,20 @@
     a = all_gather(p) @dp unit=m; u = wait(a); x = kernel(u); b = all_gather(q) @dp unit=m; v = wait(b); y = kernel(v)
  -> a, b = all_gather(p, q) @dp unit=m node=a+1; u = wait(a); x = kernel(u); v = wait(b); y = kernel(v)
 
-A bucket saves the latency of every collective but one, and ranks meet once for all of it. It costs waiting (no
-result before the last one has arrived, none sent before the last one is computed) and memory. Which is why
+A bucket saves the latency of all its collectives except one, and the ranks synchronize only once. It costs waiting (no
+result is available before all are, and nothing is sent before all inputs are computed) and memory. Therefore:
 
-- only collectives of one process group, kind and `Comm.unit` share a bucket, all-reduces of one dtype, and no other
-  unit's stands between them: what is needed at another time (embedding and head of one root module) stays apart;
-- units that are mostly latency (many ranks, small parameters) are joined with their neighbours, if the step that this
-  leads to, ordered, is shorter than with each on its own;
-- gathers start where the first of them did, with the casts and views that the others need in front; reductions where
-  the last did, with what reads them behind. A collective that cannot move there begins a bucket of its own;
-- a bucket is cut wherever that makes the step shorter (`bucket_cuts.py`): most are not, but no compute can cover the
-  first gathers of a step and its last reductions, and there the first tensors are used, or sent, before the others;
-- if whole buckets exceed the memory limit or simulate slower, all are cut in halves until they do not.
+- Only collectives of one process group, kind and `Comm.unit` (all-reduces: of one dtype, too) share a bucket, and only
+  without another unit's in between: tensors needed at other times (embedding and head of a root module) stay apart.
+- Units that are mostly latency (many ranks, small parameters) are joined with their neighbours if the resulting step,
+  after ordering, is shorter than with separate units.
+- Gathers start where the first of them did, preceded by the casts and views that the others need; reductions where the
+  last did, followed by the nodes that read them. A collective that cannot move there begins a bucket of its own.
+- A bucket is cut wherever that makes the step shorter (`bucket_cuts.py`). Most are not cut, but no compute can hide the
+  first gathers of a step and its last reductions; cut, their first tensors are used, or sent, before the others.
+- If whole buckets exceed the memory limit or simulate slower, all buckets are halved until they do not.
 
-Keeps: data dependences, mutations and barriers. Collectives of a group are passed only where
+Keeps: data dependences, mutations and barriers. Collectives of one group pass each other only where
 `Context.reorder_collectives` allows it.
 """
 
@@ -31,18 +31,18 @@ from overlapc.passes.judge import cost, keep_if_better
 from overlapc.schedule.collective_kinds import several_in_one
 from overlapc.schedule.model import Schedule
 
-# Last what may need the results of those before: an all-reduce those of a reduce-scatter, or of what replaces one.
+# Kinds that may need results of others come later: an all-reduce those of a reduce-scatter, or of what replaces one.
 ROUNDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
-# What is exposed where buckets are cut may be another collective then: so often all that is exposed is looked at.
+# Rounds of cutting exposed buckets. Cuts may expose other collectives, which only the next round considers.
 CUTS = 3
-# Units are joined for this share of the step. For less it is lost in the search, which then moves fewer and larger
-# buckets: moe.forward of the captured steps is 1.7% shorter before it, and longer after it.
+# Joining units must gain this share of the step. Smaller gains are lost in `refine`, which then has fewer and larger
+# buckets to move: moe.forward of the captured steps is 1.7% shorter before `refine`, and longer after it.
 JOINED_GAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
-    """A schedule with the buckets of one partition."""
+    """A schedule merged into the buckets of one partition."""
 
     partition: Partition
     schedule: Schedule
@@ -51,7 +51,7 @@ class _Merged:
 
     @classmethod
     def of(cls, schedule: Schedule, ctx: Context, partition: Partition) -> _Merged:
-        """All rounds, one for collectives that are alike, each on what the one before left."""
+        """Run all rounds, one for each kind of collective, each on the result of the round before."""
         report, joined = PassReport("bucket", counted=True), False
         comms = [node.comm for node in schedule.starts() if node.comm and not node.mutates]
         kinds = dict.fromkeys(
@@ -66,7 +66,7 @@ class _Merged:
 
 @register_pass("bucket")
 def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """Whole units, cut where that pays; see the module."""
+    """Merge whole units into buckets, and cut these where that pays off; see the module docstring."""
     unlimited = replace(ctx, most_moves=None)
     whole, undone = _whole(schedule, unlimited)
     if not whole:
@@ -83,7 +83,7 @@ def _cost(cut: tuple[Schedule, _Merged], ctx: Context) -> float:
 
 
 def _whole(schedule: Schedule, ctx: Context) -> tuple[list[_Merged], PassReport]:
-    """The largest buckets that fit and are no slower than none, units joined and apart; else none, and why."""
+    """Return the largest buckets that fit and do not slow down the step, units joined or not; if none, report why."""
     fitting: list[_Merged] = []
     partition, undone = Partition(across=True), PassReport("bucket", counted=True)
     while True:
@@ -104,7 +104,7 @@ def _whole(schedule: Schedule, ctx: Context) -> tuple[list[_Merged], PassReport]
 
 
 def _cut(schedule: Schedule, merged: _Merged, ctx: Context) -> tuple[Schedule, _Merged]:
-    """`merged`, its buckets cut where that makes the step shorter; before it, the order that it leads to."""
+    """Cut the buckets of `merged` where that makes the step shorter. Return the resulting order, and the buckets."""
     ordered = in_order(merged.schedule, ctx)
     for _ in range(CUTS):
         members = {name: [schedule.node(member) for member in names] for name, names in merged.report.merged.items()}

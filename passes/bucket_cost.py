@@ -1,4 +1,4 @@
-"""What a bucket of collectives takes: one launch over all their bytes."""
+"""The estimated time of a bucket of collectives: one launch over all their bytes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from overlapc.schedule.model import Comm, Estimate, Node
 
 @dataclass(slots=True)
 class Sum:
-    """What the estimate of a bucket is made of; members are added one by one."""
+    """What the estimate of a bucket is computed from; members are added one by one."""
 
     first: Node | None = None
     count: int = 0
     bytes: int = 0
-    apart_ns: float = 0.0  # one after the other
+    apart_ns: float = 0.0  # all members, unmerged, one after the other
     longest_ns: float = 0.0
     known: bool = True
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> Sum:
-        """That of several nodes."""
+        """Return the sum over several nodes."""
         total = cls()
         for node in nodes:
             total.add(node)
         return total
 
     def add(self, node: Node) -> None:
-        """One node more."""
+        """Add one member."""
         self.first = self.first or node
         self.count += 1
         self.bytes += comm_of(node).bytes
@@ -41,14 +41,14 @@ class Sum:
 
 
 class BucketCost:
-    """Estimates of buckets of collectives that are alike."""
+    """Estimates of buckets of collectives of one kind."""
 
     def __init__(self, ctx: Context, one: Node) -> None:
         self._ctx = ctx
         self.latency_ns = self._latency_ns(one)
 
     def estimate(self, total: Sum) -> Estimate | None:
-        """By whoever estimates, else the sum of the members less latencies saved; None if one is unknown."""
+        """Return the estimator's answer, else the members' sum minus saved latencies; None if a member is unknown."""
         first = total.first
         if first is None or not total.known:
             return None
@@ -63,12 +63,13 @@ class BucketCost:
         return Estimate(max(total.longest_ns, total.apart_ns - saved_ns), first.estimate.source)
 
     def ns(self, total: Sum) -> float:
-        """The same in ns, 0 for unknown."""
+        """Return the estimate in ns, 0 if it is unknown."""
         estimate = self.estimate(total)
         return 0.0 if estimate is None else estimate.ns
 
     def _latency_ns(self, one: Node) -> float:
-        """A collective's time over and above its bytes. It grows with the group: 1,023 steps for 1,024 ranks."""
+        """Return the part of a collective's time that is independent of its bytes. It grows with the group: 1,023
+        steps for 1,024 ranks."""
         least = self._asked(one, comm_of(one).size)
         floor_ns = self._ctx.profile.collective_latency_ns
         return floor_ns if least is None else max(floor_ns, min(least.ns, ns_of(one) or least.ns))
@@ -80,7 +81,7 @@ class BucketCost:
 
 
 def bucket_node(members: Sequence[Node], payload: Any, cost: BucketCost) -> Node:
-    """One launch of all `members`; their collective itself where there is only one."""
+    """Return one launch of all `members`; a single member is returned itself."""
     if len(members) == 1:
         return members[0]
     comm, total = comm_of(members[0]), Sum.of(members)
@@ -95,11 +96,11 @@ def bucket_node(members: Sequence[Node], payload: Any, cost: BucketCost) -> Node
 
 
 def ns_of(node: Node) -> float:
-    """Its estimate; 0 for a node that nobody could estimate."""
+    """Return the estimate of a node in ns; 0 for a node without an estimate."""
     return 0.0 if node.estimate is None else node.estimate.ns
 
 
 def comm_of(node: Node) -> Comm:
-    """What a collective moves."""
+    """Return the `Comm` of a collective, which must have one."""
     assert node.comm is not None
     return node.comm

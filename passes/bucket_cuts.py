@@ -1,14 +1,14 @@
-"""Where buckets are cut: wherever that makes the step shorter, in the order that the passes after `bucket` lead to.
+"""Find where cutting buckets makes the step shorter, in the order that the passes after `bucket` lead to.
 
     a, b = all_gather(p, q) @dp node=a+1 : 20us; u = wait(a); x = kernel(u) : 30us; v = wait(b); y = kernel(x, v)
  -> a = all_gather(p) @dp : 11us; b = all_gather(q) @dp : 11us; u = wait(a); x = kernel(u) : 30us; v = wait(b); ...
 
-A whole bucket that compute hides is best: one latency, one meeting of ranks. The first gathers of a step and its last
-reductions nothing hides: there compute may begin with the first tensors, or the first gradients leave while the last
-are computed. Which buckets are exposed depends on the order, so the merged schedule is ordered by the rules of the
-default passes (milliseconds, without the search). Each bucket that is exposed there is cut where that helps most, as
-long as a replay of the nodes around it becomes shorter. The cuts of all buckets together are kept if the step that they
-lead to, ordered again, is shorter; then the same once more, for what is exposed now.
+A bucket that compute hides is best left whole: one latency, and the ranks synchronize once. But no compute hides the
+first gathers of a step and its last reductions: cut, they let compute begin with the first tensors, or send the first
+gradients while the last are computed. Which buckets are exposed depends on the order, so the merged schedule is first
+ordered by the default passes (milliseconds, without the search). Each exposed bucket is then cut at the best place, as
+long as a replay of the nodes around it becomes shorter. All these cuts together are accepted if the resulting step,
+ordered again, is shorter; then the procedure repeats for the collectives that are exposed now.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from overlapc.schedule.model import Buffer, Kind, Node, Schedule
 
 # A collective that is exposed for less than this share of the step is left alone.
 WORTH_IT = 0.0005
-# Nodes before and after a bucket's own that are replayed with it: about one layer.
+# Nodes before and after those of a bucket that are replayed with it: about one layer.
 AROUND = 64
-# Of a bucket of more tensors only so many places for a cut are tried, evenly spaced.
+# At most this many places for a cut are tried in a bucket, evenly spaced.
 MOST_PLACES = 16
-# All replays of one schedule together may take so many nodes: a few tenths of a second.
+# All replays for one schedule together may replay this many nodes: a few tenths of a second.
 MOST_NODES = 200_000
 
 
 def in_order(schedule: Schedule, ctx: Context) -> Schedule:
-    """`schedule` in the order from which the default passes begin to search."""
+    """Return `schedule` in the order from which the search of the default passes begins."""
     for rule in (plan_overlap, raise_under_memory, sink_under_memory, sink_waits):
         schedule, _ = rule(schedule, ctx)
     return schedule
 
 
 def cuts(ordered: Schedule, members: Mapping[str, Sequence[Node]], ctx: Context) -> frozenset[str]:
-    """Members with which another bucket should begin. members: of each bucket in `ordered`, by its name."""
+    """Return the members that should begin a new bucket. members: name of a bucket in `ordered` -> its members."""
     found: set[str] = set()
     timeline = ctx.timeline(ordered)
     exposed = {name: timeline.collectives[name].exposed_ns for name in members}
@@ -63,10 +63,10 @@ def cuts(ordered: Schedule, members: Mapping[str, Sequence[Node]], ctx: Context)
 
 @dataclass
 class _Window:
-    """A bucket and what stands around it, as a schedule of its own."""
+    """A bucket and the nodes around it, as a schedule of its own."""
 
     schedule: Schedule
-    at: int  # of the bucket
+    at: int  # position of the bucket
     members: Sequence[Node]
     ctx: Context
     cost: BucketCost
@@ -74,8 +74,8 @@ class _Window:
 
     @classmethod
     def of(cls, ordered: Schedule, name: str, members: Sequence[Node], ctx: Context) -> _Window:
-        """From where its first tensor is made to where its last is waited for, and a layer on both sides, without
-        collectives that are waited for later: a replay would wait for them at its end."""
+        """Take the nodes from the first producer of the bucket's inputs to its last wait, and a layer on both sides,
+        without collectives whose waits come later: a replay would wait for them at its end."""
         at = ordered.position(name)
         makers = (ordered.producers.get(read) for member in members for read in member.reads)
         first = min((maker for maker in makers if maker is not None), default=at) if _sends_results(members) else at
@@ -95,7 +95,7 @@ class _Window:
         return cls(window, kept.index(at), members, ctx, BucketCost(ctx, members[0]))
 
     def best_cuts(self, most_nodes: int) -> frozenset[int]:
-        """Numbers of members with which another bucket begins: the best cut first, as long as there is one."""
+        """Return the indices of members that begin a new bucket: adds the best cut until no cut helps."""
         begins: frozenset[int] = frozenset()
         best = cost(self.schedule, self.ctx)
         step = -(-len(self.members) // MOST_PLACES)
@@ -109,7 +109,7 @@ class _Window:
             best, begins = min(tried, key=lambda each: each[0])
 
     def _cut(self, begins: frozenset[int]) -> Schedule:
-        """Gathers start where the bucket did, one after the other; reductions each where its last gradient is made."""
+        """Cut the bucket. Gathers start where it did, in sequence; reductions where their last gradient is made."""
         instead: dict[int, list[Node]] = {}
         for part in self._parts(begins):
             at = self.at

@@ -1,6 +1,7 @@
-"""Where a bucket of collectives can stand, and what comes along to there.
+"""Find where a bucket of collectives can stand, and which nodes must move there with it.
 
-Gathers move up to the first of them, with what the others need; reductions down to the last, with what reads them.
+Gathers move up to the first of them, with the nodes that the other gathers need; reductions move down to the last of
+them, with the nodes that read the other reductions.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
 @dataclass
 class Bucket:
-    """Members by position, and what moves with them: in front of a gather, behind a reduction."""
+    """Positions of members and of nodes that move with them: in front of gathers, behind reductions."""
 
     members: list[int]
     carried: set[int] = field(default_factory=set)
 
 
 class Places:
-    """Splits a run of collectives into buckets that can each stand in one place. Nodes are positions."""
+    """Splits a run of collectives into buckets that can each stand at one position. Nodes are positions."""
 
     def __init__(self, schedule: Schedule, ctx: Context, report: PassReport, *, forward: bool) -> None:
-        """forward: whether these are gathers, which count from the front."""
+        """forward: whether the collectives are gathers, which move up."""
         self.nodes = schedule.nodes
         self.ctx = ctx
         self.report = report
@@ -37,7 +38,7 @@ class Places:
         self.place = self._up if forward else self._down
 
     def _up(self, run: list[int]) -> list[Bucket]:
-        """Gathers move up to the first of them, if what they need is cheap and may come along."""
+        """Move gathers up to the first of them, if the nodes that they need are cheap and may move along."""
         buckets: list[Bucket] = []
         for at in run:
             if buckets:
@@ -51,7 +52,7 @@ class Places:
         return buckets
 
     def _needs(self, start: int, bucket: Bucket) -> set[int] | None:
-        """What has to come along for `start` to join a bucket of gathers; None when that is too much."""
+        """Return the nodes that must move for `start` to join a bucket of gathers; None if they may not."""
         if not self.ctx.reorder_collectives and self._passes_others(bucket.members[-1], start):
             return None
         first = bucket.members[0]
@@ -72,9 +73,9 @@ class Places:
         return needs
 
     def _down(self, run: list[int]) -> list[Bucket]:
-        """Reductions move down to the last of them, and what needs the earlier ones with them."""
+        """Move reductions down to the last of them, with the nodes that need the earlier ones."""
         buckets: list[Bucket] = []
-        held: set[int] = set()  # members, and what needs them, so far
+        held: set[int] = set()  # members so far, and the nodes that need them
         behind: set[int] = set()
         for number, at in enumerate(run):
             if number:
@@ -96,7 +97,7 @@ class Places:
         return buckets
 
     def _may_sink(self, behind: Iterable[int], last: int, at: int) -> bool:
-        """Whether the order of collectives allows it; barriers are dependences already."""
+        """Whether the order of collectives allows the move; barriers are dependences already."""
         if self.ctx.reorder_collectives:
             return True
         return not self._passes_others(last, at) and all(self.nodes[b].kind is not Kind.START for b in behind)

@@ -1,4 +1,4 @@
-"""One round of bucketing: collectives that are alike, in units, cut where that pays, and merged."""
+"""One round of bucketing: group collectives of one kind by unit, cut the groups as requested, and merge them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from overlapc.passes.reasons import Reason
 from overlapc.schedule.collective_kinds import KINDS, one_dtype
 from overlapc.schedule.model import Comm, Kind, Node, Schedule
 
-# A bucket that takes at most this many latencies would hardly take longer with more in it.
+# A bucket that takes at most this many latencies would hardly take longer with more members.
 LATENCY_BOUND = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Which collectives share buckets, beyond what units say.
+    """Which collectives share buckets, where that deviates from their units.
 
-    across: units that are mostly latency may share a bucket.
-    begins: collectives that do not join the bucket in front of them.
+    across: whether units that are mostly latency may share a bucket.
+    begins: names of collectives that do not join the bucket before them.
     """
 
     across: bool = False
@@ -32,11 +32,11 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """What collectives of one bucket have in common."""
+    """The properties that all collectives of one bucket share; in short, their kind."""
 
     collective: str
     group: str
-    dtype: str  # "" where it does not matter
+    dtype: str  # "" if dtypes may differ
     size: int
     via: str
 
@@ -47,7 +47,7 @@ class Alike:
 
 
 class Round:
-    """Merging collectives that are alike. Nodes are positions."""
+    """Merges the collectives of one kind. Nodes are positions."""
 
     def __init__(
         self, schedule: Schedule, ctx: Context, alike: Alike, partition: Partition, report: PassReport
@@ -58,7 +58,7 @@ class Round:
         self.alike = alike
         self.partition = partition
         self.forward = KINDS[alike.collective].brings_inputs
-        self.joined = False  # whether a run holds more than one unit
+        self.joined = False  # whether a run has collectives of more than one unit
         self.report = report
         self.place = Places(schedule, ctx, report, forward=self.forward).place
         starts = ((at, node) for at, node in enumerate(self.nodes) if node.kind is Kind.START and not node.mutates)
@@ -66,7 +66,7 @@ class Round:
         self.cost = BucketCost(ctx, self.nodes[self.ours[0]])
 
     def run(self) -> Schedule:
-        """The schedule with this round's buckets, or itself."""
+        """Return the schedule with this round's buckets; the schedule itself if there are none."""
         buckets = [found for each in self._units() for found in self._in_parts(each)]
         merged = [(each, node) for each in buckets if len(each.members) > 1 and (node := self._node(each.members))]
         if self.ctx.most_moves is not None:
@@ -76,7 +76,7 @@ class Round:
     # Which collectives belong together
 
     def _units(self) -> list[Bucket]:
-        """The largest buckets there may be."""
+        """Return the largest possible buckets."""
         runs = self._runs()
         joined = self._joined(runs) if self.partition.across else runs
         self.joined = len(joined) < len(runs)
@@ -95,14 +95,14 @@ class Round:
         return [found for part in parts for found in self.place(part)]
 
     def _runs(self) -> list[list[int]]:
-        """Members of one unit between which no other unit's collective like them stands."""
+        """Return runs of collectives of one unit, with no other unit's collective of this kind in between."""
         runs = [(unit, list(run)) for unit, run in groupby(self.ours, key=lambda at: comm_of(self.nodes[at]).unit)]
         return [run for unit, run in runs if unit]
 
     def _joined(self, runs: list[list[int]]) -> list[list[int]]:
-        """Runs that are mostly latency, with the next ones like them until they are not.
+        """Join consecutive runs that are mostly latency until the joined run is not.
 
-        No further: the next bucket is to travel while this one's compute runs.
+        Not more, so that the next bucket can be transferred while the compute that needs this one runs.
         """
         number = {at: number for number, at in enumerate(self.ours)}
         most_ns = LATENCY_BOUND * self.cost.latency_ns
@@ -133,7 +133,7 @@ class Round:
         return bucket_node(nodes, payload, self.cost)
 
     def _rebuilt(self, merged: Sequence[tuple[Bucket, Node]]) -> Schedule:
-        """A new schedule: its order is the one that dependences among collectives count from."""
+        """Return the schedule with `merged` buckets, and report them."""
         gone: set[int] = set()
         instead: dict[int, list[Node]] = {}
         renamed: dict[str, str] = {}

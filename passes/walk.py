@@ -124,13 +124,7 @@ class Walk:
     end where waits sink, so that everything here moves towards position 0."""
 
     def __init__(
-        self,
-        name: str,
-        schedule: Schedule,
-        timeline: Timeline,
-        limit_bytes: int,
-        ctx: Context,
-        direction: Direction = Direction.EARLIER,
+        self, name: str, schedule: Schedule, timeline: Timeline, limit_bytes: int, ctx: Context, direction: Direction
     ) -> None:
         later = direction is Direction.LATER
         self.schedule = schedule
