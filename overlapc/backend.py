@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
+from overlapc.fx.addcdiv import restore_addcdiv
 from overlapc.fx.versions import compiled_autograd, copied_capture, runs_under_ddp, runs_under_fsdp2
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
@@ -58,6 +59,7 @@ def overlapc(
     try:
         config = Config.of(options, mode)
         _check_communication(gm)
+        restore_addcdiv(gm)
         number = next_number()
         CAPTURES.note(number)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}

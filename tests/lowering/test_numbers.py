@@ -227,6 +227,16 @@ def test_bounds_of_hardtanh_are_not_rounded_to_low_precision(dtype):
     same(function, x, rtol=0, atol=0)
 
 
+def test_addcdiv_of_float32_rounds_no_quotient_of_low_precision():
+    x, a = torch.randn(50), torch.randn(50).bfloat16()
+
+    def function(x, a):
+        return torch.addcdiv(x, a, a.abs() + 1, value=2), torch.add(x, torch.mul(torch.div(a, a + 3), 2))
+
+    for found, expected in zip(compiled(function)(x, a), function(x, a), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_the_gradient_of_smooth_l1_loss_is_nan_where_the_difference_is(reduction):
     def gradient(x, y):

@@ -1,0 +1,45 @@
+"""`addcdiv` in place of the three calls that Dynamo writes for it.
+
+Dynamo (torch 2.11 to 2.13) captures `torch.addcdiv(x, a, b, value=v)` as `add(x, mul(div(a, b), v))`. Where `a` and `b`
+are of low precision and `x` is not, that rounds the quotient, which eager computes with the precision of `x`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def restore_addcdiv(gm: GraphModule) -> None:
+    """Write `addcdiv` again in Dynamo's graph and the graphs inside it."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            found = [node for node in module.graph.find_nodes(op="call_function", target=torch.add) if _restored(node)]
+            if found:
+                module.recompile()
+
+
+def _restored(add: Node) -> bool:
+    """Whether this sum was one of Dynamo's, and is replaced."""
+    product = add.prev
+    quotient = product.prev
+    if product.target is not torch.mul or quotient.target is not torch.div or add.kwargs or len(add.args) != 2:
+        return False
+    x, last = add.args
+    divided, value = product.args
+    trace = quotient.meta.get("stack_trace")
+    written_by_one_call = trace and trace == product.meta.get("stack_trace") == add.meta.get("stack_trace")
+    if not written_by_one_call or "addcdiv" not in trace.rstrip("\n ^~").rpartition("\n")[2]:
+        return False
+    if last is not product or divided is not quotient or isinstance(value, Node) or len({product, quotient} & {x}):
+        return False
+    if len(product.users) != 1 or len(quotient.users) != 1:
+        return False
+    graph = add.graph
+    with graph.inserting_before(add):
+        call = graph.call_function(torch.addcdiv, (x, *quotient.args), {"value": value})
+    call.meta = dict(add.meta)
+    add.replace_all_uses_with(call)
+    for node in (add, product, quotient):
+        graph.erase_node(node)
+    return True
