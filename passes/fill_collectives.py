@@ -1,15 +1,15 @@
-"""Greedy: run what leads to the next collective, start it, and fill its time with compute that is ready.
+"""Greedy list scheduling: run the nodes that lead to the next collective, start it, overlap it with ready compute.
 
     a = kernel(x) : 50us; rs = reduce_scatter(a) @dp : 40us; s = wait(rs); y = kernel(s) : 9us; b = kernel(x) : 50us
  -> a = kernel(x) : 50us; rs = reduce_scatter(a) @dp : 40us; b = kernel(x) : 50us; s = wait(rs); y = kernel(s) : 9us
 
-List scheduling by (first collective that a node blocks, original position) on the simulator's own clock. Not one of the
-default passes: `refine` finds shorter steps without it. Times are those of late collectives (`overlap_margin`). Where
-what is most urgent stands at a wait, ready compute that is needed later runs:
+The priority is (first collective that a node blocks, original position), the clock that of the simulator with late
+collectives (`overlap_margin`). Not one of the default passes: `refine` finds shorter steps without it. While the most
+urgent node would have to wait for a collective, ready compute that is needed later runs:
 
-- a collective that has not begun when a kernel comes begins behind that kernel (where the profile says so), so what
-  fills its time begins with the shortest that is ready;
-- compute that is put off holds memory: it runs as soon as the limit would be exceeded.
+- A collective that has not begun when a kernel is issued begins after that kernel (if the profile says so). Therefore
+  the shortest ready kernel runs first.
+- Postponed compute may hold memory: it runs before the limit would be exceeded.
 
 Keeps: data dependences, the memory limit, and the order of collectives on each process group.
 """
@@ -27,13 +27,13 @@ from overlapc.schedule import dependencies
 from overlapc.schedule.memory import Placing
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
-# How many ready nodes are looked at for the shortest, or for what frees memory: roughly the soonest needed.
+# Number of ready nodes searched for the shortest, or for one that frees memory: roughly those needed first.
 LOOKED_AT = 64
 
 
 @register_pass("fill_collectives")
 def fill_collectives(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """One pass over a ready list; see the module."""
+    """Place all nodes from a list of ready nodes; see the module docstring."""
     report = PassReport("fill_collectives")
     placed = Fill(schedule, ctx).run()
     for new, at in enumerate(placed):
@@ -49,7 +49,7 @@ def fill_collectives(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassRe
 
 
 class Fill:
-    """The list: ready nodes by how soon they are needed; waits are put off. Nodes are positions in the schedule."""
+    """The lists of ready nodes, by how soon they are needed; waits are postponed. Nodes are positions."""
 
     def __init__(self, schedule: Schedule, ctx: Context) -> None:
         count = len(schedule.nodes)
@@ -60,11 +60,11 @@ class Fill:
         self.machine = Machine(self.costs, [0.0] * count, [0.0] * count)
         self.missing = [len(preds) for preds in self.deps.preds]
         self.blocks = self._first_blocked()
-        self.ready: list[tuple[int, int]] = []  # (first collective that it blocks, node): a heap, as are the others
+        self.ready: list[tuple[int, int]] = []  # a heap of (first collective that the node blocks, node)
         self.waits: list[tuple[int, int]] = []  # the same for waits
         self.waits_of: dict[int, list[int]] = {}  # collective in flight -> its waits that are ready
-        self.in_flight: list[deque[int]] = [deque() for _ in range(self.costs.queues)]  # a queue's, in order
-        self.free: deque[int] = deque()  # waits that cost nothing any more
+        self.in_flight: list[deque[int]] = [deque() for _ in range(self.costs.queues)]  # by queue, in order
+        self.free: deque[int] = deque()  # ready waits whose collectives have ended
         self.done = [False] * count
         self.placed: list[int] = []
         self.limit = ctx.limit_bytes(schedule)
@@ -72,7 +72,7 @@ class Fill:
         self.life = self.memory.life
 
     def run(self) -> list[int]:
-        """The new order, as positions in the old one."""
+        """Return the new order, as positions in the old one."""
         for at, count in enumerate(self.missing):
             if not count:
                 self._is_ready(at)
@@ -83,7 +83,7 @@ class Fill:
         return self.placed
 
     def _first_blocked(self) -> list[int]:
-        """For each node, the position of the first collective among what needs it (itself counts)."""
+        """Return for each node the first collective that needs it; a collective counts for itself."""
         count = len(self.kinds)
         blocks = [count] * count
         for at in range(count - 1, -1, -1):
@@ -120,7 +120,7 @@ class Fill:
         return self._filler(self.waits[0][1])
 
     def _filler(self, wait: int) -> int:
-        """The ready node that runs now that `wait`, on which the most urgent depends, is not done."""
+        """Return the ready node that runs instead of `wait`, on which the most urgent node depends."""
         if self.machine.held and self.machine.running[self.costs.queue[self.collective[wait]]] is None:
             ready = (at for _, at in self.ready[:LOOKED_AT] if not self.done[at] and self.kinds[at] in COMPUTE)
             return min(((self.costs.ns[at], at) for at in ready if self.costs.ns[at] > 0), default=self.ready[0])[1]
@@ -129,7 +129,7 @@ class Fill:
     # Placing it
 
     def _make_room(self, at: int) -> None:
-        """Run what was kept, if it frees memory, before `at` exceeds the limit."""
+        """Run postponed nodes that free memory if `at` would exceed the limit."""
         while self.memory.live + self.life.allocates[at] + self.life.scratch[at] > self.limit:
             kept = [each for _, each in self.ready[:LOOKED_AT] if each != at and not self.done[each]]
             freed_bytes, first = max(((self._frees(each), -each) for each in kept), default=(0, 0))

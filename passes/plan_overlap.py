@@ -1,22 +1,22 @@
-"""Gathers soonest-needed first, far enough ahead; reductions in the gaps; waits as late as they may be.
+"""Start gathers in the order of need, early enough to be hidden; reductions in between; waits as late as possible.
 
     k = kernel(x) : 90us; rs = reduce_scatter(k) @dp : 60us; s = wait(rs)
     ag = all_gather(p) @dp : 60us; w = wait(ag); y = kernel(k, w) : 90us
  -> ag = all_gather(p) @dp : 60us; k = kernel(x) : 90us; rs = reduce_scatter(k) @dp : 60us
     w = wait(ag); y = kernel(k, w) : 90us; s = wait(rs)
 
-One walk over the schedule that keeps the order of compute. A collective that needs nothing but inputs and cheap work on
-them (casts, views: the gather of a parameter) may start anywhere; it starts
+One walk over the schedule that keeps the order of compute. A collective that needs only graph inputs and cheap work on
+them (casts, views: the gather of a parameter) may start anywhere. It starts
 
-- before the node during which it would become late: counted back from the first reader of its result over all the
-  gathers that are needed before that one, each taking `Context.overlap_margin` times its estimate;
-- before a collective on its queue that would still be running then (a large reduction that nobody waits for);
-- if memory has room until it is needed, beside everything that is in flight already.
+- before the node during which it would become late. The time when it becomes late is counted back from the first reader
+  of its result, leaving room for all later gathers on its queue, each at `Context.overlap_margin` times its estimate;
+- before a collective on its queue that would still be running at that time (a large reduction that no node needs soon);
+- if memory has room for it until it is needed, in addition to everything that is in flight already.
 
-Waits are held back until something needs them, memory runs out, or a start depends on them and costs no wait any more
+Waits are held back until a node needs them, memory runs out, or a start that depends on them would no longer stall
 (an all-reduce behind its reduce-scatter).
 
-Moves collectives past each other, so it does nothing unless `Context.reorder_collectives` allows that. Keeps: data
+Collectives pass each other, so this pass does nothing unless `Context.reorder_collectives` allows that. Keeps: data
 dependences, barriers, the memory limit.
 """
 
@@ -35,14 +35,14 @@ from overlapc.schedule.dependencies import Dependencies, Why
 from overlapc.schedule.memory import Lifetimes, RangeMax, analyze
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
-# What is in flight later than a gather was let in is only known when it is there; a plan that exceeds the limit is
-# made again with that much less to give away.
+# When a gather is placed, it is not yet known what else will be in flight until it is needed. A plan that exceeds the
+# limit is therefore made again with that much less memory for gathers, at most this many times in all.
 ATTEMPTS = 4
 
 
 @register_pass("plan_overlap")
 def plan_overlap(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """Plans until one fits; see the module."""
+    """Plan until a plan fits into memory; see the module docstring."""
     if not ctx.reorder_collectives:
         return schedule, PassReport("plan_overlap")
     limit = room = ctx.limit_bytes(schedule)
@@ -64,26 +64,26 @@ def plan_overlap(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport
 
 
 class _Plan(Sink):
-    """`Sink` that also decides when gathers start. Nodes are positions in the schedule as it came."""
+    """A `Sink` that also decides when gathers start. Nodes are positions in the incoming schedule."""
 
     name = "plan_overlap"
 
     def __init__(self, schedule: Schedule, ctx: Context, room_bytes: int, dues: _Dues | None = None) -> None:
-        """dues: of an earlier plan of the same schedule."""
+        """dues: those of an earlier plan of the same schedule, if there is one."""
         super().__init__(schedule, ctx)
         self.room = room_bytes
         self.done = [False] * len(schedule.nodes)
-        self.busy_now = 0.0  # compute placed so far, stalls not counted: the clock that dues are on
-        self.last: dict[str, int] = {}  # queue -> its last start
-        # Starts that are held for waits go when all of these are hidden or placed. Each looks at one that is not.
-        self.looking_at: dict[int, list[int]] = {}  # wait -> starts
-        self.may_go: list[int] = []  # a heap
+        self.busy_now = 0.0  # compute placed so far, without stalls: the clock of `_Dues.due`
+        self.last: dict[str, int] = {}  # queue -> its last start so far
+        # A held start is placed when all waits that it is held for are hidden or placed. It watches one that is not.
+        self.looking_at: dict[int, list[int]] = {}  # wait -> the starts that watch it
+        self.may_go: list[int] = []  # a heap of held starts without such a wait
         self.dues = dues or _Dues.of(schedule, self.deps, self.queues, self.life)
         self.lifted = self.dues.lifted
         self.coming = {queue: list(starts) for queue, starts in self.dues.coming.items()}
 
     def run(self) -> list[int]:
-        """The new order, as positions in the old one."""
+        """Return the new order, as positions in the old one."""
         for at, node in enumerate(self.schedule.nodes):
             if at in self.lifted:
                 continue
@@ -115,7 +115,7 @@ class _Plan(Sink):
     # Starting
 
     def _issue_due(self, queue: str, until_ns: float, at: int) -> None:
-        """Start what would be late if it did not start before `until_ns`, as far as memory has room at `at`."""
+        """Place the starts that would be late if not started before `until_ns`, as far as memory has room at `at`."""
         coming = self.coming[queue]
         while coming:
             start = coming[-1]
@@ -129,7 +129,7 @@ class _Plan(Sink):
             self._place(start)
 
     def _issue_before(self, start: int) -> None:
-        """Start what would be late behind `start`, which is next on its queue."""
+        """Place the starts that would be late if they came after `start`, which is next on its queue."""
         queue = self.schedule.nodes[start].queue
         if queue in self.coming:
             free_ns = max(self.now, self._queue_free_ns(queue)) + self.queues.collective_ns[start]
@@ -139,7 +139,7 @@ class _Plan(Sink):
         return self.queues.end_ns[self.last[queue]] if queue in self.last else 0.0
 
     def _fits(self, start: int, at: int) -> bool:
-        """Whether memory has room for `start` from here, before `at`, to where it stood; notes when it has not."""
+        """Whether memory has room for `start` from here, before `at`, to its old position; reports it if not."""
         if start <= at:
             return True
         new = [node for node in (start, *self.dues.free[start]) if not self.done[node]]
@@ -177,7 +177,7 @@ class _Plan(Sink):
         return super()._sinks_along(at, needs)
 
     def _release_hidden_for_starts(self) -> None:
-        """Starts that were held for waits go when those are free of charge; what is urgent on their queue first."""
+        """Place held starts whose waits no longer stall, in the order of the schedule."""
         self._note_hidden()
         while self.may_go:
             for at in self._with_needs([heapq.heappop(self.may_go)]):
@@ -185,7 +185,7 @@ class _Plan(Sink):
                     self._place(at)
 
     def _look(self, start: int) -> None:
-        """Let a held start look at a wait that keeps it from going; without one it may go."""
+        """Let a held start watch one of its waits that would still stall; without such a wait it may be placed."""
         waits = (wait for wait in self.behind[start] if wait in self.waits and not self._hidden(wait))
         wait = min(waits, default=None)
         if wait is None:
@@ -208,18 +208,18 @@ class _Plan(Sink):
 
 @dataclass(frozen=True)
 class _Dues:
-    """What may start anywhere, and when it has to. Nodes are positions."""
+    """The free starts, which may stand anywhere, and when each becomes late. Nodes are positions."""
 
-    free: Mapping[int, frozenset[int]]  # start that may stand anywhere -> what comes along
-    lifted: frozenset[int]  # all of these
-    due: Mapping[int, float]  # free start -> when it becomes late, on the clock of compute alone
-    coming: Mapping[str, Sequence[int]]  # queue -> free starts, soonest needed last
-    usual_during: RangeMax  # bytes while each node runs
-    usual_before: Sequence[int]  # and just before it
+    free: Mapping[int, frozenset[int]]  # free start -> the nodes that move with it
+    lifted: frozenset[int]  # all free starts, and all nodes that move with them
+    due: Mapping[int, float]  # free start -> when it becomes late, on a clock without stalls
+    coming: Mapping[str, Sequence[int]]  # queue -> its free starts, the first needed last
+    usual_during: RangeMax  # live bytes of the incoming order while each node runs
+    usual_before: Sequence[int]  # live bytes of the incoming order just before each node
 
     @classmethod
     def of(cls, schedule: Schedule, deps: Dependencies, queues: Queues, life: Lifetimes) -> _Dues:
-        """Of a schedule as it came."""
+        """Compute them for an incoming schedule."""
         nodes = schedule.nodes
         free = _free(schedule, deps, queues)
         lifted = frozenset(free).union(*free.values())
@@ -241,12 +241,12 @@ class _Dues:
 
 
 def _preds(deps: Dependencies, at: int) -> list[int]:
-    """What `at` needs; the order of collectives is not kept here."""
+    """Return the nodes that `at` needs. The order of collectives, which may change here, is not a need."""
     return [before for before in deps.preds[at] if deps.why[before, at] is not Why.COLLECTIVE_ORDER]
 
 
 def _free(schedule: Schedule, deps: Dependencies, queues: Queues) -> dict[int, frozenset[int]]:
-    """Starts that depend on inputs and cheap work on them only, and that work."""
+    """Return the starts that depend only on graph inputs and cheap work on them, each with the nodes of that work."""
     free: dict[int, frozenset[int]] = {}
     light: list[bool] = []  # a node that a free start may take along
     for at, node in enumerate(schedule.nodes):
@@ -260,7 +260,7 @@ def _free(schedule: Schedule, deps: Dependencies, queues: Queues) -> dict[int, f
 
 
 def _along(start: int, deps: Dependencies, queues: Queues) -> frozenset[int] | None:
-    """What `start` needs; None if that is more work than it may take along."""
+    """Return the nodes that `start` needs; None if these take more time than may move along."""
     allowed_ns = CARRIED_SHARE * queues.collective_ns[start]
     along: set[int] = set()
     stack = [start]
@@ -276,7 +276,7 @@ def _along(start: int, deps: Dependencies, queues: Queues) -> frozenset[int] | N
 
 
 def _needed(start: int, deps: Dependencies, queues: Queues) -> int:
-    """Position of the first node that reads a result; that of its wait if nobody does."""
+    """Return the position of the first node that reads the result of `start`; that of its wait if no node does."""
     waits = queues.closed_by.get(start, ())
     readers = [after for wait in waits for after in deps.succs[wait]]
     return min(readers or waits, default=len(deps.preds))

@@ -4,8 +4,8 @@
  -> ag0 = all_gather(%p0) @dp; %h = kernel(%x); %w0 = wait(ag0); %y = kernel(%h, %w0)
 
 Views that a collective needs move with it. Keeps: data dependences, and the order of collectives on each
-process group. Takes as much memory as that takes, so it is undone when the limit is exceeded; raise_under_memory
-raises only as far as pays and fits.
+process group. Ignores how much memory that takes, so it is undone if the limit is exceeded; raise_under_memory
+moves starts only as far as that pays off and fits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from overlapc.schedule.model import Kind, Schedule
 
 @register_pass("raise_collectives")
 def raise_collectives(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """Linear: every node is placed once, starts and the views they need as soon as nothing holds them back."""
+    """Place every node once (linear time): starts, and views that they need, as soon as dependences allow."""
     report = PassReport("raise_collectives")
     deps = dependencies.of(schedule)
     eager = _eager(schedule, deps)
@@ -56,7 +56,7 @@ def raise_collectives(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassR
 
 
 def _eager(schedule: Schedule, deps: Dependencies) -> set[int]:
-    """Starts, and the views that lead to nothing but a start's arguments."""
+    """Return the starts, and the views that a start needs."""
     eager: set[int] = set()
     for at in range(len(schedule.nodes) - 1, -1, -1):
         kind = schedule.nodes[at].kind
@@ -66,7 +66,7 @@ def _eager(schedule: Schedule, deps: Dependencies) -> set[int]:
 
 
 def _explain(report: PassReport, schedule: Schedule, deps: Dependencies, at: int, position: dict[int, int]) -> None:
-    """The last of the nodes that it has to follow is what limits it."""
+    """Report the last of the nodes that a start must follow as its limit."""
     if not deps.preds[at]:
         report.because(schedule.nodes[at], Reason.SCHEDULE_START)
         return

@@ -1,19 +1,19 @@
-"""Local search over whole orders: whatever the simulator says makes the step shorter.
+"""Local search over whole orders: make any move that shortens the simulated step.
 
     a = kernel(x) : 9us; rs = reduce_scatter(a) @dp : 9us; s = wait(rs); y = kernel(s) : 9us; b = kernel(x) : 9us
  -> a = kernel(x) : 9us; rs = reduce_scatter(a) @dp : 9us; b = kernel(x) : 9us; s = wait(rs); y = kernel(s) : 9us
 
-A move takes one node (a start, a wait, a kernel or a call) some positions earlier or later, and with it what stands
-between and has to come along. Which node and how far is drawn from a generator that begins alike on every rank. A move
-is replayed as estimated and with late collectives, and made if neither the step nor the sum of both (`judge.cost`) gets
-longer and memory has room; one that changes no time is made too, unless it takes more memory than the order that came
-in: the next move may then lead where this one could not. What made the step shorter is tried next on all nodes that are
-like the one that moved: layers repeat, and so does what helps them. In a short schedule, where that leaves effort over,
-kernels exchange places then (no move of one leads there if the time beside both collectives is filled), and both
-goes on in turns until it does not help twice.
+A move shifts one node (a start, a wait, a kernel or a call) some positions earlier or later, with the nodes in between
+that must move along. Node and distance are drawn from a random generator that has the same seed on every rank. The move
+is replayed with collectives as estimated and with late ones. It is made if neither the step nor the sum of both steps
+(`judge.cost`) gets longer and memory has room. A move that changes no time is made, too, unless it takes more memory
+than the incoming order: it may enable the next move. A move that shortens the step is tried next on all nodes like the
+one that moved, because layers repeat. In a short schedule, where these moves leave effort, pairs of kernels then
+exchange places (no single move leads there if the time beside both collectives is filled). Moves and exchanges
+alternate until both gain nothing twice in a row.
 
-The search goes by times at the clock that the incoming order leaves the device (`clock_under_load.py`). Its effort is a
-number of replays, never time, so that ranks agree; more of it begins with the same moves, and so is never worse.
+Times are those at the device clock that the incoming order leads to (`clock_under_load.py`). Effort is a number of
+replays, never a time, so ranks agree; a search with more effort begins with the same moves, so it is never worse.
 
 Keeps: data dependences, the memory limit, and the order of collectives on each process group unless it may change.
 """
@@ -36,30 +36,30 @@ from overlapc.schedule import dependencies
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
-# On average over all replays: longer ones (in schedules of 20,000 nodes, of queues with a backlog) use it up sooner.
+# Average over all replays: longer ones (in schedules of 20,000 nodes, or of queues with a backlog) use up more effort.
 BLOCKS_PER_REPLAY = 4
-# After at most so many replays for each node that may move, nodes exchange places.
+# After at most this many replays for each node that may move, nodes exchange places.
 EFFORT_PER_NODE = 60
-# The search ends when so many rounds of both gained nothing: the first may only have led where the second can gain.
+# The search ends after this many rounds of both without a gain: the first may only enable a gain of the second.
 ROUNDS_IN_VAIN = 2
-# So many proposals that come to nothing are as good as a replay.
+# A round ends after this many proposed moves for each of its replays: impossible moves are not replayed.
 PROPOSALS_PER_REPLAY = 20
-# The share of moves that are about starts and waits; the others are about compute.
+# The share of proposed moves that move starts and waits; the others move compute.
 COLLECTIVES_SHARE = 0.25
-# A node moves by up to 2 to this power, each power as often.
+# A node moves by 2**n to 2**(n + 1) - 1 positions, with each n below this equally likely.
 POWERS = 7
-# At most so many nodes move together.
+# At most this many nodes move together.
 TOGETHER = 60
-# What makes the step shorter by this share is tried on nodes like the one that moved.
+# A move that shortens the step by more than this share is tried on all nodes like the one that moved.
 WORTH_REPEATING = 2e-5
-# Where the generator begins: with it no captured step is longer than the plans of 2026-11-22 by more than 0.5%. Seed 2
-# was tried on all captured steps too, two more on three of them.
+# The seed of the generator: with it no captured step is longer than the plans of 2026-11-22 by more than 0.5%. Seed 2
+# was tried on all captured steps, too, and two more seeds on three of them.
 SEED = 3
 
 
 @register_pass("refine")
 def refine(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """Moves until the effort is used up; see the module."""
+    """Search until the effort is used up; see the module docstring."""
     search = Search(schedule, ctx)
     search.run()
     report = PassReport("refine", counted=True)
@@ -72,32 +72,32 @@ def refine(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where a move leads."""
+    """The times of the order that a move leads to."""
 
-    step_ns: float  # as estimated
-    both_ns: float  # and with late collectives, together
+    step_ns: float  # with collectives as estimated
+    both_ns: float  # sum of that step and the step with late collectives
     exposed_ns: float
 
     @classmethod
     def of(cls, timings: Sequence[Timing]) -> _Found:
-        """From replays as estimated and (the last) with late collectives."""
+        """Take times from the replays: the first with collectives as estimated, the last with late ones."""
         return cls(timings[0].step_ns, timings[0].step_ns + timings[-1].step_ns, timings[0].exposed_ns)
 
     @property
     def cost(self) -> tuple[float, float]:
-        """As `judge.cost`."""
+        """The same as `judge.cost`."""
         return self.both_ns, self.exposed_ns
 
 
 class Search:
-    """The search. Nodes are positions in the schedule as it came."""
+    """The search. Nodes are positions in the incoming schedule."""
 
     def __init__(self, schedule: Schedule, ctx: Context, seed: int = SEED) -> None:
         self.limit = ctx.limit_bytes(schedule)
         self.final = ctx.final_bytes
         memory = analyze(schedule)
         self.usual = min(self.limit, memory.peak_bytes)
-        self.pool_bytes = memory.pool_bytes  # pools stay as they are: nothing else can use what lies in them unused
+        self.pool_bytes = memory.pool_bytes  # pools may not grow: their unused memory has no other use
         at_load = estimates_at_load(schedule, ctx.profile, ctx.timeline(schedule).step_ns)
         clock = schedule.with_estimates(at_load) if at_load else schedule
         self.order = Order(schedule, ctx, [clock] if ctx.overlap_margin == 1 else [clock, ctx.late(clock)])
@@ -105,7 +105,7 @@ class Search:
         self.compute = [at for at, node in enumerate(schedule.nodes) if node.kind in COMPUTE and ns_of(node) > 0]
         self.alike = _alike(schedule)
         self.random = random.Random(seed)  # only `random()`, which every Python draws alike
-        self.again: list[tuple[int, int]] = []  # (node, distance) to be tried next
+        self.again: list[tuple[int, int]] = []  # (node, distance) of moves to try next
         self.most_moves = ctx.most_moves
         count = len(self.collectives) + len(self.compute)
         self.replays_left = ctx.effort
@@ -118,11 +118,11 @@ class Search:
 
     @property
     def best(self) -> list[str] | None:
-        """The shortest order found that may be the last one, by names; None if no move led to any."""
+        """The shortest order found that may be the final one, as names; None if no move led to one."""
         return None if self._best is None else [self.order.schedule.nodes[at].name for at in self._best]
 
     def run(self) -> None:
-        """Drawn moves and exchanges in turns."""
+        """Alternate between random moves and exchanges."""
         in_vain = 0
         while self.collectives and in_vain < ROUNDS_IN_VAIN and self._may_go_on():
             began = self.now
@@ -147,7 +147,7 @@ class Search:
         return within and self.made != self.most_moves
 
     def _exchange(self) -> bool:
-        """Put compute nodes in each other's places, the nearest first; whether that made anything better."""
+        """Exchange pairs of compute nodes, the closest pairs first; return whether the cost decreased."""
         compute = sorted(self.compute, key=self.order.position.__getitem__)
         began = self.now
         for distance in range(1, min(len(compute), 1 << POWERS)):
@@ -161,7 +161,7 @@ class Search:
         return self.now.cost < began.cost
 
     def _made(self, move: Move | None) -> float:
-        """Make a move if it leads to nothing worse; the share of the step that it gains."""
+        """Make a move unless it leads to a worse order; return the share of the step that it gains."""
         found = None if move is None else self._found(move)
         if move is None or found is None:
             return 0.0
@@ -178,11 +178,11 @@ class Search:
         return gained
 
     def _is_final(self) -> bool:
-        """Whether the search may end with the present order."""
+        """Whether the present order may be the final one."""
         return self.final is None or self.order.peak_bytes <= self.final
 
     def _drawn(self) -> tuple[int, int]:
-        """A node and how far it is to move."""
+        """Draw a node and the distance that it should move."""
         among = self.collectives if self.random.random() < COLLECTIVES_SHARE or not self.compute else self.compute
         node = among[int(self.random.random() * len(among))]
         most = 1 << int(self.random.random() * POWERS)
@@ -190,19 +190,19 @@ class Search:
         return node, distance if self.random.random() < 0.5 else -distance
 
     def _found(self, move: Move) -> _Found | None:
-        """What a move leads to; None if that is longer."""
+        """Return the times that a move leads to; None if they are worse."""
         timings: list[Timing] = []
         for timing in self.order.timings_with(move):
             self.replays_left -= 1
             timings.append(timing)
             if timings[0].step_ns > self.now.step_ns:
-                return None  # before collectives are late as well: that replay takes as long
+                return None  # without the replay with late collectives, which takes as long
         found = _Found.of(timings)
         return found if found.cost <= self.now.cost else None
 
 
 def _explain(report: PassReport, before: Schedule, after: Schedule) -> None:
-    """Count how far nodes moved, and say what starts and waits that did stand next to."""
+    """Report how far nodes moved, and for starts and waits that moved, what they could not pass."""
     deps = dependencies.of(after)
     computing = list(accumulate((node.kind in COMPUTE and ns_of(node) > 0 for node in after.nodes), initial=0))
     for at, node in enumerate(after.nodes):
@@ -223,7 +223,7 @@ def _explain(report: PassReport, before: Schedule, after: Schedule) -> None:
 
 
 def _alike(schedule: Schedule) -> Sequence[Sequence[int]]:
-    """For each node those that do the same on buffers of the same sizes, itself among them, in order."""
+    """Return for each node the nodes that do the same on buffers of the same sizes, itself included, in order."""
     kinds: dict[Hashable, list[int]] = {}
     found: list[list[int]] = []
     for at, node in enumerate(schedule.nodes):

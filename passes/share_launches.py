@@ -1,16 +1,16 @@
-"""Put kernels of one kind that the same node waits for into one launch: the casts in front of a bucket's gather.
+"""Merge kernels of one kind that the same node needs into one launch: the casts in front of a bucket's gather.
 
     c = kernel(p); d = kernel(q); a, b = all_gather(c, d) @dp node=a+1
  -> c, d = kernel(p, q) node=c+1; a, b = all_gather(c, d) @dp node=a+1
 
-A launch costs the host some time and the device a gap, more than a small kernel takes: of 500 launches of an FSDP step
-of eight Llama layers 136 are such casts. Fusion cannot do this: before there are buckets each cast stands in front of
-a gather of its own, which would wait for the others. Here nothing waits longer: the kernels stand side by side, and the
-first node that reads any of them reads them all, or nothing does, as with the sums of a bucket's gradients.
+A launch costs host time and a gap on the device, which is more than a small kernel takes: of 500 launches of an FSDP
+step of eight Llama layers, 136 are such casts. Fusion cannot merge them: before bucketing, each cast stands in front of
+a gather of its own, which would wait for the other casts. Here nothing waits longer: the kernels are adjacent, and the
+first node that reads any of them reads all of them, or none is read, as with the sums of a bucket's gradients.
 
-Keeps: data dependences, and the order of collectives. It comes when all orders are chosen: ranks whose shards are not
-alike have other kernels, and their orders may not depend on that. `Context.kernel_kind` says which kernels may share a
-launch, `Context.merge_payloads` what that launch is.
+Keeps: data dependences, and the order of collectives. Runs after all orders are chosen: ranks with different shards
+have different kernels, and their orders must not depend on that. `Context.kernel_kind` says which kernels may share a
+launch, `Context.merge_payloads` makes the payload of that launch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from overlapc.schedule.model import Estimate, Kind, Node, Schedule, Work
 
 @register_pass("share_launches")
 def share_launches(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """Each launch stands where the last of its kernels did."""
+    """Merge kernels; each launch stands where the last of its kernels did."""
     report = PassReport("share_launches", counted=True)
     instead: dict[int, tuple[Node]] = {}
     gone: set[int] = set()
@@ -51,7 +51,7 @@ def share_launches(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassRepo
 
 
 def _alike(schedule: Schedule, ctx: Context) -> Iterator[list[int]]:
-    """Positions of kernels of one kind, side by side, of which one node is the first to read any, or none reads any."""
+    """Yield positions of adjacent kernels of one kind that have the same first reader, or no reader at all."""
     if ctx.kernel_kind is None:
         return
     succs = dependencies.of(schedule).succs
@@ -64,17 +64,17 @@ def _alike(schedule: Schedule, ctx: Context) -> Iterator[list[int]]:
             kinds: dict[Hashable, list[int]] = {}
             for at in positions if len(positions) > 1 else ():
                 kind = ctx.kernel_kind(schedule.nodes[at].payload)
-                # Nobody reads it before the last of them, but an overwriting of what it reads may stand there.
+                # No node in between reads the kernel's result, but one may overwrite its input.
                 if kind is not None and all(after > positions[-1] for after in succs[at]):
                     kinds.setdefault(kind, []).append(at)
             yield from (found for found in kinds.values() if len(found) > 1)
 
 
 def _launches(members: Sequence[Node], ctx: Context) -> Iterator[tuple[Node, Sequence[Node]]]:
-    """One launch of `members`, or of each half of them where that is too much for one; and what is in it."""
+    """Yield launches with their members: one of all `members`, or of each half if they cannot be merged."""
     if len(members) < 2:
         return
-    assert ctx.merge_payloads is not None, "who says which kernels are alike also says what they are together"
+    assert ctx.merge_payloads is not None, "a Context with kernel_kind must have merge_payloads, too"
     payload = ctx.merge_payloads([member.payload for member in members])
     if isinstance(payload, str):
         yield from _launches(members[: len(members) // 2], ctx)
@@ -84,7 +84,7 @@ def _launches(members: Sequence[Node], ctx: Context) -> Iterator[tuple[Node, Seq
 
 
 def _launch(members: Sequence[Node], payload: object, ctx: Context) -> Node:
-    """What moves as much as all of them, and takes no longer than they do one after the other."""
+    """Return a node with the work of all members, estimated at most at the sum of their times."""
     works = [member.work for member in members if member.work is not None]
     node = replace(merged_node(members, payload), work=_sum(works) if len(works) == len(members) else None)
     return replace(node, estimate=_estimate(node, [member.estimate for member in members], ctx))
@@ -100,7 +100,7 @@ def _sum(works: Sequence[Work]) -> Work:
 
 
 def _estimate(node: Node, parts: Sequence[Estimate | None], ctx: Context) -> Estimate | None:
-    """What whoever estimates says of it, or what its parts take together if that is less."""
+    """Return the estimate of a launch: the estimator's, or the sum of its parts if that is less; None if unknown."""
     said = None if ctx.estimate is None else ctx.estimate(node)
     known = [each for each in parts if each is not None]
     if len(known) < len(parts):

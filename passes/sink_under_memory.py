@@ -3,9 +3,9 @@
     rs = reduce_scatter(%g) @dp : 80us; %s = wait(rs); %h = kernel(%x) : 100us; %y = kernel(%h)
  -> rs = reduce_scatter(%g) @dp : 80us; %h = kernel(%x) : 100us; %s = wait(rs); %y = kernel(%h)
 
-The mirror image of `raise_under_memory`, by the same rules (`walk.py`): goes over the waits from the last to the first
-and moves each down as far as pays. Cheap work on the result (views, the scaling of a scattered gradient) moves with it.
-`sink_waits` moves waits of hidden collectives too, as far as memory has room anyway; this one only what is exposed.
+The mirror image of `raise_under_memory`, by the same rules (`walk.py`): visits the waits from the last to the first and
+moves each down as far as pays off. Cheap work on the result (views, the scaling of a scattered gradient) moves with it.
+This pass moves only waits of exposed collectives; `sink_waits` also those of hidden ones, if memory has room anyway.
 
 Keeps: data dependences, the order of starts, the memory limit.
 """
@@ -19,5 +19,5 @@ from overlapc.schedule.model import Schedule
 
 @register_pass("sink_under_memory")
 def sink_under_memory(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """Rounds of sinking, each judged by the simulator; see the module."""
+    """Sink waits in rounds, each judged by the simulator; see the module docstring."""
     return walk_in_rounds("sink_under_memory", schedule, ctx, Direction.LATER)

@@ -3,9 +3,9 @@
     ag0 = all_gather(%p0) @dp; %w0 = wait(ag0); %h = kernel(%x); %y = kernel(%h, %w0)
  -> ag0 = all_gather(%p0) @dp; %h = kernel(%x); %w0 = wait(ag0); %y = kernel(%h, %w0)
 
-Views of the result sink with it, and so do cheap kernels on it (the scaling of a scattered gradient) while
-the collective is still exposed. A wait that sinks keeps in memory what its collective reads: it may take the
-memory limit to hide its collective, but no more than the incoming peak once that is hidden.
+Views of the result move down with the wait, and so do cheap kernels on it (the scaling of a scattered gradient) while
+the collective is still exposed. A later wait keeps the inputs of its collective in memory longer. To hide the
+collective, memory may be used up to the limit, but once it is hidden, only up to the incoming peak.
 
 Keeps: data dependences, the order of starts, the memory limit.
 """
@@ -27,7 +27,7 @@ from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
 @register_pass("sink_waits")
 def sink_waits(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """One walk over the order that holds waits back until something asks for them."""
+    """Walk over the order once, and hold waits back until a node needs them or memory runs out."""
     sink = Sink(schedule, ctx)
     placed = sink.run()
     report = sink.report
@@ -40,7 +40,7 @@ def sink_waits(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
 
 
 class Sink:
-    """The walk: nodes placed so far, those held back, the clock and the live bytes."""
+    """The walk: nodes placed so far, nodes held back, the clock and the live bytes."""
 
     name = "sink_waits"
 
@@ -55,17 +55,16 @@ class Sink:
         self.life = self.memory.life
         self.now = 0.0
         self.placed: list[int] = []
-        self.held: dict[int, None] = {}  # waits and what sinks with them, in their old order
-        self.waits: dict[int, None] = {}  # the waits among them
+        self.held: dict[int, None] = {}  # waits, and nodes that sink with them, in their old order
+        self.waits: dict[int, None] = {}  # the waits in `held`
         self.reserved = 0  # bytes that the held nodes will allocate
-        # Waits whose collectives are done by now, in their old order, and when those of the others will be: a heap.
-        self.hidden: list[int] = []
-        self.ends: list[tuple[float, int]] = []
+        self.hidden: list[int] = []  # held waits whose collectives have ended by now, in their old order
+        self.ends: list[tuple[float, int]] = []  # of other held waits, a heap of (end of the collective, wait)
         self.behind: dict[int, frozenset[int]] = {}  # held node -> the waits that it is held for
-        self.along_ns: dict[int, float] = {}  # held node -> compute between those waits and its end
+        self.along_ns: dict[int, float] = {}  # held node -> compute from those waits to its end
 
     def run(self) -> list[int]:
-        """The new order, as positions in the old one."""
+        """Return the new order, as positions in the old one."""
         for at, node in enumerate(self.schedule.nodes):
             needs = [before for before in self.deps.preds[at] if before in self.held]
             if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
@@ -104,7 +103,7 @@ class Sink:
         self.memory.place(at)
 
     def _release(self, wanted: list[int], reader: int) -> None:
-        """Place held nodes and what they need, because `reader` comes now."""
+        """Place held nodes, and held nodes that they need, because `reader` is next."""
         closure = self._with_needs(wanted)
         for at in closure:
             if at in self.waits:
@@ -125,7 +124,7 @@ class Sink:
         return sorted(found)
 
     def _sinks_along(self, at: int, needs: list[int]) -> bool:
-        """Whether a node that needs held ones is worth holding too."""
+        """Whether a node that needs held nodes should be held, too."""
         kind = self.schedule.nodes[at].kind
         if kind in (Kind.VIEW, Kind.NOOP):
             return True
@@ -146,13 +145,13 @@ class Sink:
         return self.queues.known[start] and self.queues.end_ns[start] <= self.now
 
     def _expect(self, wait: int) -> None:
-        """Note when a held wait will be hidden, once that is known."""
+        """Record when the collective of a held wait ends, if its duration is known."""
         start = self.queues.collective[wait]
         if self.queues.known[start]:
             heapq.heappush(self.ends, (self.queues.end_ns[start], wait))
 
     def _note_hidden(self) -> None:
-        """Bring `hidden` up to the clock."""
+        """Add the waits whose collectives have ended by now to `hidden`."""
         while self.ends and self.ends[0][0] <= self.now:
             _, wait = heapq.heappop(self.ends)
             if wait in self.waits:
@@ -160,13 +159,13 @@ class Sink:
                 self._let_go(wait)
 
     def _let_go(self, wait: int) -> None:
-        """Called when a held wait is hidden, and when it is placed."""
+        """Called when a held wait becomes hidden, and when it is placed, which removes it from `hidden`."""
         at = bisect.bisect_left(self.hidden, wait)
         if wait not in self.waits and at < len(self.hidden) and self.hidden[at] == wait:
             del self.hidden[at]
 
     def _read_arrived(self) -> None:
-        """Place what reads tensors that copies have brought by now: pools are memory that nothing else can use."""
+        """Place waits, and held readers, of copies that have ended: their pool memory has no other use meanwhile."""
         self._note_hidden()
         arrived = [wait for wait in self.hidden if any(map(self.life.in_pool.__getitem__, self.life.touches[wait]))]
         if not arrived:
@@ -176,11 +175,11 @@ class Sink:
                 self._place(at)
 
     def _make_room(self, at: int) -> None:
-        """Place waits whose collectives hold memory that `at` needs: the hidden ones first, oldest first."""
+        """Place waits whose collectives hold memory that `at` needs: hidden waits first, the oldest of them first."""
         if self._has_room(at, self.usual):
             return
         self._note_hidden()
-        tried = 0  # of `hidden`, which shrinks and grows meanwhile
+        tried = 0  # position in `hidden`, which the loop changes
         while tried < len(self.hidden):
             wait = self.hidden[tried]
             self._give_up(wait)
@@ -192,7 +191,7 @@ class Sink:
             if self._has_room(at, self.limit):
                 return
             self._give_up(wait)
-        # Kernels that sank along hold no wait any more, but still have memory to allocate.
+        # Kernels that sank with placed waits are still held, and have memory to allocate.
         if not self._has_room(at, self.limit):
             for held in tuple(self.held):
                 if held in self.waits:
@@ -200,11 +199,11 @@ class Sink:
                 self._place(held)
 
     def _has_room(self, at: int, most_bytes: int) -> bool:
-        """Whether `at` may run now, beside what is held back, in so much memory."""
+        """Whether `at` may run now within `most_bytes`, counting what the held nodes will allocate."""
         return self.memory.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= most_bytes
 
     def _give_up(self, wait: int) -> None:
-        """Place all waits of one collective if that frees something."""
+        """Place all waits of the collective of `wait`, if that frees memory."""
         waits = [at for at in self.queues.closed_by[self.queues.collective[wait]] if at in self.waits]
         if any(self.memory.left[storage] <= len(waits) for storage in self.life.touches[wait]):
             for at in self._with_needs(waits):

@@ -1,12 +1,12 @@
-"""The one move that raising and sinking share: nodes that put collectives in flight, moved towards the first position.
+"""The walk that raising and sinking share: it moves nodes that put collectives in flight towards the first position.
 
-A `Walk` goes over them in order and moves each, node by node, until one of `Reason` stops it: it begins early enough,
-beginning sooner would only wait in its queue, it needs the node in front, memory has no room, or another collective
-would be exposed. "Early enough" looks ahead: a gather also has to make room on its queue for the gathers behind it.
-What a node needs and is cheap (views, casts) moves with it as a group.
+A `Walk` visits these nodes in order and moves each over one node after the other, until a `Reason` stops it: its
+collective begins early enough to be hidden, or would only wait on its queue if it began earlier; it needs the node in
+front; memory has no room; or another collective would be exposed. "Early enough" takes later collectives into account:
+a gather must also leave room on its queue for the gathers behind it. Cheap nodes that it needs (views, casts) move too.
 
-Seen from its end, a step is a step again: a wait puts its collective in flight, and the start waits for it. So waits
-sink by the very same rules (`Direction.LATER`), where only what a reason is called differs.
+Seen from its end, a step is again a step: a wait puts its collective in flight, and the start waits for it. So waits
+sink by exactly the same rules (`Direction.LATER`); only some reasons have other names.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from overlapc.schedule.dependencies import Dependencies, Why
 from overlapc.schedule.memory import MemoryTimeline
 from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
-# A move changes who runs beside whom, and so the durations that it was decided by. Replaying and going over
-# everything again settles within a few rounds; each has to gain this share of the step to be worth it.
+# A move changes which nodes overlap, and so the durations that the decision was based on. Replaying and walking
+# again converges within a few rounds; there is another round only if the last one gained this share of the step.
 ROUNDS = 4
 WORTH_IT = 0.001
 
 
 class Direction(Enum):
-    """Where nodes move to."""
+    """The direction in which nodes move."""
 
     EARLIER = "earlier"  # starts, towards the first node
     LATER = "later"  # waits, towards the last
 
 
-# What stops a wait, by what would stop the start that it is when seen from the end.
+# Seen from the end, a wait is a start. These reasons, found for such a start, have other names for the wait.
 _SEEN_FROM_THE_END = {Reason.SCHEDULE_START: Reason.SCHEDULE_END, Reason.QUEUE: Reason.NEXT_ON_QUEUE}
 
 
 def walk_in_rounds(name: str, schedule: Schedule, ctx: Context, direction: Direction) -> tuple[Schedule, PassReport]:
-    """Walks until one moves nothing or gains nothing, each judged by the simulator."""
+    """Walk over the schedule until a walk moves nothing or gains too little; the simulator judges each walk."""
     report = PassReport(name, counted=True)
     limit = ctx.limit_bytes(schedule)
     current, timeline = schedule, ctx.timeline(schedule)
@@ -58,7 +58,7 @@ def walk_in_rounds(name: str, schedule: Schedule, ctx: Context, direction: Direc
         if left is None or len(said.moves) < left:
             kept, said = keep_if_better(current, moved, ctx, said)
         else:
-            kept = moved  # part of a walk, to find the move that breaks something: whether it pays does not matter
+            kept = moved  # only part of a walk (`stop_after`): whether it pays off does not matter
         if kept is current:
             if current is schedule:
                 _merge(report, said)
@@ -78,25 +78,25 @@ def _merge(report: PassReport, said: PassReport) -> None:
 
 
 class _Order:
-    """An order and its memory, read from the first node or from the last."""
+    """An order and its memory, read from the first node or, mirrored, from the last."""
 
     def __init__(self, memory: MemoryTimeline, direction: Direction) -> None:
         self._memory = memory
         self._mirrored = direction is Direction.LATER
-        # Mirrored, node and position n - 1 - i stand for i: what is in its place at first is so here too.
+        # Mirrored, node i and position i are called n - 1 - i, so the initial order is the identity here, too.
         self.order = list(memory.order) if self._mirrored else memory.order
         self.position = list(memory.position) if self._mirrored else memory.position
 
     def real(self, node: int) -> int:
-        """A node's position in the schedule as it was given."""
+        """Return a node's position in the given schedule."""
         return len(self.order) - 1 - node if self._mirrored else node
 
     def peak_with(self, low: int, nodes: Sequence[int]) -> int:
-        """The peak in bytes within positions low.. if `nodes`, which are those there, stood in this order."""
+        """Return the peak in bytes at the positions from `low` on if `nodes`, which stand there, had this order."""
         return self._memory.try_window(*self._window(low, nodes))
 
     def put(self, low: int, nodes: Sequence[int]) -> None:
-        """Put `nodes`, which stand at positions low.. now, in this order there."""
+        """Put `nodes`, which stand at the positions from `low` on, into this order there."""
         self._memory.apply(*self._window(low, nodes))
         if self._mirrored:
             self.order[low : low + len(nodes)] = nodes
@@ -120,8 +120,8 @@ def _mirrored(deps: Dependencies) -> Dependencies:
 
 
 class Walk:
-    """One walk. Nodes are positions in the order it began with, and collectives as in `Queues`; both counted from the
-    end where waits sink, so that everything here moves towards position 0."""
+    """One walk. Nodes are positions in the initial order, and collectives are as in `Queues`; both are counted from
+    the end if waits sink, so that every move here is towards position 0."""
 
     def __init__(
         self, name: str, schedule: Schedule, timeline: Timeline, limit_bytes: int, ctx: Context, direction: Direction
@@ -138,7 +138,7 @@ class Walk:
         self.line = _Order(MemoryTimeline(schedule, check=ctx.check_memory), direction)
         self.report = PassReport(name)
         count = len(schedule.nodes)
-        # Clocks before each position: compute alone, and with the stalls at waits as far as the walk has come.
+        # Clocks before each position: `busy` without stalls at waits, `clock` with them, valid up to `walked`.
         self.busy = [0.0] * (count + 1)
         for at in range(count):
             self.busy[at + 1] = self.busy[at] + self.queues.compute_ns[at]
@@ -149,7 +149,7 @@ class Walk:
             self.deadline[collective] = self._deadline(collective)
 
     def run(self) -> tuple[Schedule, PassReport]:
-        """The schedule with what moved, and what was said about each node."""
+        """Return the schedule after the walk, and the report about every node that it visited."""
         moved = 0
         for node in [at for at, kind in enumerate(self.queues.kinds) if kind is Kind.START]:
             if moved == self.most_moves:
@@ -166,10 +166,10 @@ class Walk:
     # When each collective has to begin
 
     def _deadline(self, collective: int) -> float:
-        """The latest begin of a collective, on the clock of compute alone, that leaves nothing exposed.
+        """Return the latest begin of a collective, on the clock without stalls, that leaves nothing exposed.
 
-        It has to end before its wait, and before the next on its queue has to begin, unless that one cannot begin so
-        soon anyhow. Asked from the last to the first.
+        The collective must end before its wait, and before the next one on its queue has to begin, unless that one
+        cannot begin so early in any case. Must be computed from the last collective to the first.
         """
         if self.queues.kinds[collective] is Kind.COMM:
             return self.busy[self.line.position[collective]]
@@ -182,12 +182,12 @@ class Walk:
         return end - self.queues.collective_ns[collective]
 
     def _closing_position(self, collective: int) -> int:
-        """Where a collective is first waited for; the end of the schedule if it is not."""
+        """Return the position of a collective's first wait; the end of the schedule if it has none."""
         closing = (self.line.position[node] for node in self.queues.closed_by.get(collective, ()))
         return min(closing, default=len(self.line.order))
 
     def _earliest(self, collective: int) -> float:
-        """Compute that has to run before this collective, as a clock: what the dependences alone allow."""
+        """Return the earliest begin of a collective that dependences allow, on the clock without stalls."""
         if self.queues.kinds[collective] is Kind.COMM:
             return self.busy[self.line.position[collective]]
         return max((self._earliest_of(node) for node in self.queues.opened_by.get(collective, ())), default=-math.inf)
@@ -214,7 +214,7 @@ class Walk:
         return self.queues.collective_ns[self.queues.collective[node]]
 
     def _is_cheap(self, node: int, opening: int) -> bool:
-        """Whether a node that `opening` needs may move with it."""
+        """Whether a node that `opening` needs is cheap enough to move with it."""
         kind = self.queues.kinds[node]
         if kind in (Kind.VIEW, Kind.NOOP):
             return True
@@ -222,17 +222,17 @@ class Walk:
             return False
         return self.queues.compute_ns[node] <= CARRIED_SHARE * self._collective_ns(opening)
 
-    # Moving one
+    # Moving one node
 
     def _move(self, opening: int) -> bool:
-        """Move one node as far as pays; whether it moved."""
+        """Move one node as far as pays off; return whether it moved."""
         line, order = self.line, self.line.order
         collective = self.queues.collective[opening]
         origin = line.position[opening]
         self._walk_to(origin)
         block = [opening]
         carried_ns = 0.0
-        low = origin  # where the block would begin
+        low = origin  # the position where the block would begin
         while True:
             stop = self._stop(collective, low, carried_ns)
             if stop is not None:
@@ -241,7 +241,7 @@ class Walk:
             needed = self._needed_by(above, block)
             passes_over = needed is Why.COLLECTIVE_ORDER and self.reorder
             if passes_over:
-                if carried_ns:  # alone it would pay: _stop has asked
+                if carried_ns:  # passing collectives is considered (in `_stop`) only for a start that moves alone
                     stop = (Reason.WOULD_EXPOSE, above)
                     break
                 needed = None
@@ -279,7 +279,7 @@ class Walk:
         return moved > 0
 
     def _stop(self, collective: int, low: int, carried_ns: float) -> tuple[Reason, int | None] | None:
-        """Why there is no use in going further than `low`, or None."""
+        """Return why moving further than `low` gains nothing, and the node that is the reason; None if it may gain."""
         if self.busy[low] + carried_ns <= self.deadline[collective]:
             return Reason.HIDDEN, None
         if low > 0 and self.clock[low] + carried_ns <= self.queues.queue_free_ns(collective):
@@ -289,16 +289,16 @@ class Walk:
         return (Reason.SCHEDULE_START, None) if low == 0 else None
 
     def _needed_by(self, above: int, block: list[int]) -> Why | None:
-        """Why the block cannot pass the node above it, or None."""
+        """Return the kind of dependence that keeps the block from passing the node above it, or None."""
         whys = [self.deps.why[above, at] for at in block if (above, at) in self.deps.why]
         before = self.queues.previous.get(self.queues.collective[block[-1]])
         if self.queues.kinds[above] is Kind.START and self.queues.collective[above] == before:
-            # No edge says so when collectives that stood between the two were passed.
+            # There is no edge between the two if collectives that stood between them were passed.
             whys.append(Why.COLLECTIVE_ORDER)
         return min(whys, key=lambda why: why.value, default=None)
 
     def _would_expose(self, above: int, at: int, carried_ns: float) -> bool:
-        """Whether taking compute out from beside the collective that `above` opens would expose it."""
+        """Whether the collective that `above` opens would be exposed if the carried nodes no longer overlapped it."""
         queues = self.queues
         if queues.kinds[above] is not Kind.START:
             return False
@@ -308,9 +308,9 @@ class Walk:
         return delay + queues.collective_ns[collective] > cover
 
     def _pays_to_pass(self, start: int, above: int) -> bool:
-        """Whether the stream stands still for less if `start`, now right behind it, goes ahead of `above`.
+        """Whether the compute stream stalls less if `start`, now directly behind `above`, goes ahead of it.
 
-        Times count from where `above` stands. Its wait may still sink to what needs it, and is taken to.
+        Times count from the position of `above`. Its wait is assumed to sink to the first node that needs it.
         """
         queues, at = self.queues, self.line.position[above]
         if queues.kinds[above] is not Kind.START:
@@ -325,7 +325,8 @@ class Walk:
         return then < now
 
     def _due_position(self, start: int) -> int:
-        """The first node that needs the result of a start; views and cheap work on it sink with its wait."""
+        """Return the position of the first node that needs a start's result, except views and cheap work on the
+        result, which sink with its wait."""
         due = len(self.line.order)
         stack = [after for wait in self.queues.closed_by.get(start, ()) for after in self.deps.succs[wait]]
         while stack:
@@ -342,14 +343,14 @@ class Walk:
     # Clocks
 
     def _walk_to(self, at: int) -> None:
-        """Bring `clock` up to a position."""
+        """Compute `clock` up to a position."""
         order, clock, step = self.line.order, self.clock, self.queues.step
         for position in range(self.walked, at):
             clock[position + 1] = step(order[position], clock[position])
         self.walked = max(self.walked, at)
 
     def _rewalk(self, low: int, high: int) -> None:
-        """Both clocks again for positions low..high, whose nodes changed places."""
+        """Recompute both clocks for the positions from `low` to `high`, whose nodes changed places."""
         order, queues = self.line.order, self.queues
         for position in range(low, high + 1):
             node = order[position]
