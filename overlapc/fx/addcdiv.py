@@ -28,10 +28,12 @@ def _restored(add: Node) -> bool:
     x, last = add.args
     divided, value = product.args
     trace = quotient.meta.get("stack_trace")
-    written_by_one_call = trace and trace == product.meta.get("stack_trace") == add.meta.get("stack_trace")
-    if not written_by_one_call or "addcdiv" not in trace.rstrip("\n ^~").rpartition("\n")[2]:
+    if not trace or not trace == product.meta.get("stack_trace") == add.meta.get("stack_trace"):
         return False
-    if last is not product or divided is not quotient or isinstance(value, Node) or len({product, quotient} & {x}):
+    line = trace.rstrip("\n ^~").rpartition("\n")[2]
+    if "addcdiv" not in line and not line.lstrip().startswith("File "):  # else the source is not known
+        return False
+    if last is not product or divided is not quotient or isinstance(value, Node) or x in (product, quotient):
         return False
     if len(product.users) != 1 or len(quotient.users) != 1:
         return False
