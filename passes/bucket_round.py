@@ -125,7 +125,7 @@ class Round:
         payload = None
         if any(node.payload is not None for node in nodes):
             merge = self.ctx.merge_payloads
-            payload = "no code for buckets" if merge is None else merge([node.payload for node in nodes])
+            payload = "no code for merged collectives" if merge is None else merge([node.payload for node in nodes])
             if isinstance(payload, str):
                 for node in nodes:
                     self.report.because(node, Reason.NO_BUCKET, payload)

@@ -24,10 +24,10 @@ class Reason(Enum):
     SCHEDULE_END = "end of schedule"
     WOULD_EXPOSE = "would expose {}"
     READER = "{} reads it"
-    CUT = "its bucket is cut: whole, it would cost more time or memory"
+    CUT = "its bucket is cut: a whole bucket would cost more time or memory"
     NO_BUCKET = "cannot be merged: {}"
     MERGED = "bucket of {}"
-    FILLED = "all compute that was ready runs beside it"
+    FILLED = "all ready compute overlaps it already"
     REFINED = "every other place that was tried makes the step longer"
     SLOWER = "undone: the simulated step became longer"  # every move of the pass was undone
 

@@ -91,8 +91,9 @@ class _Within:
                     break
         fitting = {limit: plan for limit, plan in self.plans.items() if plan.peak_bytes <= self.budget}
         if not fitting:
-            why = f"{self.schedule.name}: memory_budget leaves {human_bytes(self.budget)}, too little for copies' pools"
-            raise MemoryBudgetError(f"{why}\nhint: raise memory_budget", self.plans[min(self.plans)].peak_bytes)
+            needed = self.plans[min(self.plans)].peak_bytes
+            why = f"{self.schedule.name}: memory_budget leaves {human_bytes(self.budget)}"
+            raise MemoryBudgetError(f"{why}, too little for copies' memory pools\nhint: raise memory_budget", needed)
         limit = min(sorted(fitting), key=lambda limit: fitting[limit].after.step_ns)
         ctx = replace(self.ctx, budget_bytes=limit)
         if ctx.dump is not None or ctx.stop_after is not None:

@@ -56,7 +56,7 @@ def _checked(given: Pass) -> tuple[str, Pass]:
     try:
         inspect.signature(given).bind(None, None)
     except TypeError as error:
-        raise ConfigError(f"passes: {name} is no pass ({error}); a pass is {_SIGNATURE}") from None
+        raise ConfigError(f"passes: {name} is not a pass ({error}); a pass is {_SIGNATURE}") from None
     return name, given
 
 

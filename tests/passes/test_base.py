@@ -88,9 +88,9 @@ def test_an_order_that_is_none_names_the_pass_that_made_it():
 
 
 def test_what_is_no_pass_says_what_one_is():
-    with pytest.raises(ConfigError, match=r"passes: int is no pass .*a pass is a function \(Schedule, Context\)"):
+    with pytest.raises(ConfigError, match=r"passes: int is not a pass .*a pass is a function \(Schedule, Context\)"):
         select(("sink_waits", 3))
-    with pytest.raises(ConfigError, match=r"passes: len is no pass"):
+    with pytest.raises(ConfigError, match=r"passes: len is not a pass"):
         select((len,))
 
     def forgetful(schedule, ctx):

@@ -129,7 +129,7 @@ def test_payloads_are_merged_by_who_made_them():
     )
     moved, _ = bucket(schedule, replace(ROOMY, merge_payloads=lambda payloads: ("both", *payloads)))
     assert moved.node("a+1").payload == ("both", "a", "b")
-    for merge, why in ((lambda payloads: "dtypes differ", "dtypes differ"), (None, "no code for buckets")):
+    for merge, why in ((lambda payloads: "dtypes differ", "dtypes differ"), (None, "no code for merged collectives")):
         kept, report = bucket(schedule, replace(ROOMY, merge_payloads=merge))
         assert kept is schedule
         assert report.reasons == dict.fromkeys("ab", f"cannot be merged: {why}")

@@ -45,7 +45,7 @@ def test_what_a_step_begins_with_is_cut_where_compute_runs_beside_the_rest():
     compute is short, 160us for three of four and 60us for the last are best."""
     moved, reasons = bucketed(gathers(4, 50))
     assert starts(moved) == ["ma0", "ma1", "ma2", "ma3"]
-    assert set(reasons.values()) == {"its bucket is cut: whole, it would cost more time or memory"}
+    assert set(reasons.values()) == {"its bucket is cut: a whole bucket would cost more time or memory"}
     assert starts(bucketed(gathers(4, 5))[0]) == ["ma0+2", "ma3"]
     assert starts(bucketed(gathers(4, 1))[0]) == ["ma0+3"]
 

@@ -19,7 +19,7 @@ def test_ready_compute_fills_a_collectives_time():
             a = kernel(x) : 0B 50us; rs = reduce_scatter(a) @dp : 0B 40us; b = kernel(x) : 0B 50us
             s = wait(rs); y = kernel(s) : 0B 9us
         """,
-        reasons={"s": "all compute that was ready runs beside it"},
+        reasons={"s": "all ready compute overlaps it already"},
     )
 
 
@@ -96,7 +96,7 @@ def test_the_shortest_kernel_comes_first_where_a_collective_stands_behind_it():
             a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 50us; c = kernel(x) : 0B 5us; b = kernel(x) : 0B 50us
             s = wait(r); y = kernel(s) : 0B 9us
         """,
-        reasons={"s": "all compute that was ready runs beside it"},
+        reasons={"s": "all ready compute overlaps it already"},
         ctx=Context(profile=HELD),
     )
 
