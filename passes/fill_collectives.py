@@ -132,13 +132,12 @@ class Fill:
         """Run postponed nodes that free memory if `at` would exceed the limit."""
         while self.memory.live + self.life.allocates[at] + self.life.scratch[at] > self.limit:
             kept = [each for _, each in self.ready[:LOOKED_AT] if each != at and not self.done[each]]
-            freed_bytes, first = max(((self._frees(each), -each) for each in kept), default=(0, 0))
+            freed_bytes, first = max(
+                ((self.memory.frees(each) - self.life.allocates[each], -each) for each in kept), default=(0, 0)
+            )
             if freed_bytes <= 0:
                 return
             self._place(-first)
-
-    def _frees(self, at: int) -> int:
-        return self.memory.frees(at) - self.life.allocates[at]
 
     def _place(self, at: int) -> None:
         self.placed.append(at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
 from overlapc.estimators.simulator.clock_under_load import settled
@@ -21,7 +22,7 @@ from overlapc.units import human_bytes
 Passes = Sequence[tuple[str, Pass]]
 
 # With a budget, plans are made for limits of 1 + share * `peak_increase` times the incoming peak; without, share is 1.
-SHARES = (0, 0.25, 0.5), (1, 2, 4, 8, 16, 32)
+SHARES = (0, 0.125, 0.25, 0.5), (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,8 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     reach, it holds each buffer for the shortest time, so no other order fits.
     """
     passes = select(ctx.passes)
-    last, _ = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
     names = {name for name, _ in passes}
-    if last is not None and last not in names:
+    if ctx.stop_after is not None and (last := parse_stop(ctx.stop_after)[0]) not in names:
         raise ConfigError("stop_after: " + unknown_name("pass", last, names))
     incoming = analyze(schedule)
     budget = ctx.budget_bytes if ctx.budget_bytes is not None else schedule.budget_bytes
@@ -80,6 +80,7 @@ class _Within:
         self.last = names.index("share_launches") if "share_launches" in names else len(names)
         self.search = names.index("refine", 0, self.last) if "refine" in names[: self.last] else self.last
         self.plans: dict[int, Result] = {}  # by limit
+        self.shortest_ns = inf  # by the rules alone
 
     def shortest(self) -> Result:
         """Return the shortest plan that fits; of equally short plans, the one for the lowest limit."""
@@ -101,14 +102,17 @@ class _Within:
         return self._continued(fitting[limit], ctx, self.passes[self.last :])
 
     def _plan(self, limit: int) -> bool:
-        """Plan for a limit. Return whether memory keeps a collective exposed in the order before the search.
+        """Plan for a limit. Return whether a larger one may help: in the order before the search, the step is shorter
+        than with smaller limits, or memory keeps a collective exposed.
 
         The order after the search is not asked: more effort would then end the series of limits earlier.
         """
         ctx = replace(self.ctx, budget_bytes=limit, dump=None, stop_after=None)
         ruled = _result(self.schedule, ctx, run_passes(self.schedule, ctx, self.passes[: self.search]))
         self.plans[limit] = self._continued(ruled, ctx, self.passes[self.search : self.last])
-        return any(row.exposed_after_ns and Reason.MEMORY in row.causes for row in ruled.collectives)
+        before_ns, self.shortest_ns = self.shortest_ns, min(self.shortest_ns, ruled.after.step_ns)
+        exposed = (row for row in ruled.collectives if row.exposed_after_ns)
+        return self.shortest_ns < before_ns or any(Reason.MEMORY in row.causes for row in exposed)
 
     def _continued(self, plan: Result, ctx: Context, passes: Passes) -> Result:
         final, reports = run_passes(plan.ordered, ctx, passes)

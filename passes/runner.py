@@ -37,8 +37,7 @@ def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
 
 def is_ours(name: str) -> bool:
     """Whether the pass of this name is built in, so that overlapc's own source code determines what it does."""
-    found = select((name,))[0][1] if ":" not in name else None
-    return found is not None and found.__module__.startswith("overlapc.")
+    return ":" not in name and select((name,))[0][1].__module__.startswith("overlapc.")
 
 
 def _imported(path: str) -> Pass:
