@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.simulator.machine import Machine, costs_of
@@ -24,8 +25,7 @@ from overlapc.schedule.model import Schedule
 BLOCK = 24  # nodes; with short blocks simulation stops sooner, with long ones fewer states are stored
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """The totals of a `Timeline`."""
 
     step_ns: float
@@ -38,8 +38,7 @@ class Timing:
         return self.step_ns - self.exposed_ns - self.launch_idle_ns
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+class _State(NamedTuple):
     """The state of a machine between two nodes, by queue; times are relative to the stream's clock."""
 
     issued: tuple[int, ...]  # number of collectives issued so far
@@ -50,8 +49,7 @@ class _State:
     ]  # for the last collectives issued: time until the host has issued them, if it is in the future
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """The simulation of a block of consecutive nodes."""
 
     state: _State  # before the first node

@@ -78,6 +78,7 @@ class Costs:
         self._contender_ids: dict[Contender, int] = {} if known is None else known._contender_ids
         self._traffic_ids: dict[Traffic, int] = {} if known is None else known._traffic_ids
         self._mixes: dict[tuple[int, ...], dict[int, Mix]] = {} if known is None else known._mixes
+        self._beside: dict[tuple[int | None, ...], tuple[tuple[int, ...], tuple[int, ...], dict[int, Mix]]] = {}
         self._of: dict[str, _NodeCosts] = {} if known is None else dict(known._of)
         seen = self._of
         found = [
@@ -127,6 +128,15 @@ class Costs:
             work = None if load == _NOTHING else self.contenders[load]
             stretches = tuple(collective_stretches(work, beside, self.profile))
             known = mixes[load] = 1.0 if work is None else compute_stretch(work, beside, self.profile), stretches
+        return known
+
+    def beside(self, running: tuple[int | None, ...]) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, Mix]]:
+        """Return the queues that run a collective, their traffic and its `mixes`, given what runs on each queue."""
+        known = self._beside.get(running)
+        if known is None:
+            active = tuple([queue for queue, at in enumerate(running) if at is not None])
+            traffic = tuple([self.traffic[at] for at in running if at is not None])
+            known = self._beside[running] = active, traffic, self.mixes(traffic)
         return known
 
     def mixes(self, traffics: tuple[int, ...]) -> dict[int, Mix]:
@@ -371,10 +381,7 @@ class Machine:
 
     def set_active(self) -> None:
         """Update `active`, `traffic` and `mixes`; must be called when `running` changes."""
-        running, traffic = self.running, self.costs.traffic
-        self.active = tuple([queue for queue, at in enumerate(running) if at is not None])
-        self.traffic = tuple([traffic[at] for at in running if at is not None])
-        self.mixes = self.costs.mixes(self.traffic)
+        self.active, self.traffic, self.mixes = self.costs.beside(tuple(self.running))
 
     def _next_change(self, stretches: tuple[float, ...], *, begins: bool) -> float:
         """Return the time at which the first running collective ends or, if `begins`, another one begins."""

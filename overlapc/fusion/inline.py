@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 import sympy
 
@@ -20,7 +21,7 @@ from overlapc.fusion.deps import mutated, output_buffers
 from overlapc.fusion.loop_order import split_at_divisions
 from overlapc.fusion.simplify import simplified
 from overlapc.fusion.unroll import unrolled
-from overlapc.ir.body import Body, Checked, Index, Load, Op, Store, Value, as_number, depends_on, op
+from overlapc.ir.body import Body, Checked, Index, Load, Loop, Op, Store, Value, as_number, depends_on, op
 from overlapc.ir.conversions import as_read, constant
 from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
@@ -211,16 +212,20 @@ def _covers(consumer: Body, producer: Body, buffer: str) -> bool:
     return elements == producer.numel() and any(load.mask is None and not load.indirect for load in reads)
 
 
-def loop_strides(body: Body) -> list[sympy.Expr] | None:
+def loop_strides(body: Body) -> tuple[sympy.Expr, ...] | None:
     """Return the stride of the only store's index along each loop; None unless the index is linear without offset."""
-    store = body.stores[0]
-    rest = store.index
+    return _strides(body.stores[0].index, body.loops)
+
+
+@lru_cache(20_000)
+def _strides(index: sympy.Expr, loops: tuple[Loop, ...]) -> tuple[sympy.Expr, ...] | None:
+    rest = index
     strides = []
-    for loop in body.loops:
-        step = store.index.coeff(loop.symbol)
+    for loop in loops:
+        step = index.coeff(loop.symbol)
         strides.append(step)
         rest = rest - step * loop.symbol
-    return strides if sympy.expand(rest) == 0 else None
+    return tuple(strides) if sympy.expand(rest) == 0 else None
 
 
 def inline_into(producer: Loops, consumer: Loops) -> Body | None:
@@ -244,7 +249,7 @@ def inline_into(producer: Loops, consumer: Loops) -> Body | None:
     return None if impossible else canonical(split_at_divisions(with_known_positions(body)))
 
 
-def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ranges: Ranges) -> Value | None:
+def value_at(body: Body, store: Store, strides: Sequence[sympy.Expr], load: Load, ranges: Ranges) -> Value | None:
     """Return the value that `body` would have stored where `load` reads; None if its position cannot be expressed."""
     if load.mask is not None:
         ranges = ranges_under(load.mask, ranges)

@@ -46,11 +46,13 @@ def split_at_divisions(body: Body) -> Body:
     """Split each loop that indices divide (`x[p0 // 6]`, `x[p0 % 6]`) into several, so that every index is linear."""
     nests: list[tuple[Loop, ...]] = []
     replacement: dict[sympy.Symbol, sympy.Expr] = {}
+    indices = frozenset(expr for value in body.values() for expr in value.indices())
+    indices |= {store.index for store in body.stores}
     for prefix, nest in (("p", body.loops), ("r", body.reduction)):
         loops: list[Loop] = []
         for loop in nest:
             position: sympy.Expr = sympy.S.Zero
-            for size in _parts(loop, body):
+            for size in _parts(loop, indices):
                 loops.append(Loop(loop_symbol(prefix, len(loops)), size))
                 position = position * size + loops[-1].symbol
             replacement[loop.symbol] = sympy.expand(position)
@@ -61,10 +63,10 @@ def split_at_divisions(body: Body) -> Body:
     return with_loops(body, replacement, loops_, reduction)
 
 
-def _parts(loop: Loop, body: Body) -> list[sympy.Expr]:
+@lru_cache(20_000)
+def _parts(loop: Loop, indices: frozenset[sympy.Expr]) -> tuple[sympy.Expr, ...]:
     """Return sizes, outermost first, whose product is the loop's, split wherever an index divides by a constant."""
     borders: set[int] = set()
-    indices = {expr for value in body.values() for expr in value.indices()} | {store.index for store in body.stores}
     for division in (found for expr in indices for found in expr.atoms(FloorDiv, ModularIndexing)):
         base, divisor, *modulus = division.args
         if base == loop.symbol and all(number.is_Integer for number in (divisor, *modulus)):
@@ -73,11 +75,11 @@ def _parts(loop: Loop, body: Body) -> list[sympy.Expr]:
     inner = 1
     for border in sorted(borders - {1}):
         if border % inner or exact_quotient(loop.size, sympy.Integer(border)) is None:
-            return [loop.size]
+            return (loop.size,)
         parts.insert(0, sympy.Integer(border // inner))
         inner = border
     rest = exact_quotient(loop.size, sympy.Integer(inner))
-    return parts if rest == 1 else [rest or loop.size, *parts]
+    return tuple(parts) if rest == 1 else (rest or loop.size, *parts)
 
 
 def step(index: sympy.Expr, loop: Loop) -> sympy.Expr | None:

@@ -10,7 +10,7 @@ yields float32, a `Store` to one rounds, and a `Cast` to one rounds to it and yi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -40,6 +40,10 @@ class _Interned(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "_fields" not in cls.__dict__:
             cls._fields = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+        if not kwargs and len(args) == len(cls._fields):  # most are made again: every layer has them, and every rewrite
+            known = _made.get((cls, *args))
+            if known is not None:
+                return known
         value = super().__call__(*args, **kwargs)
         return _made.setdefault(value._key(), value)
 
@@ -383,22 +387,18 @@ def topological(roots: Iterable[Value]) -> list[Value]:
     """Return every value reachable from `roots` once, operands before users. Not recursive: fused bodies are deep."""
     order: list[Value] = []
     done: set[Value] = set()
-    stack: list[tuple[Value, Iterator[Value]]] = []
     for root in roots:
-        if root in done:
-            continue
-        done.add(root)
-        stack.append((root, iter(root.operands())))
+        stack = [root]
         while stack:
-            value, rest = stack[-1]
-            for operand in rest:
-                if operand not in done:
-                    done.add(operand)
-                    stack.append((operand, iter(operand.operands())))
-                    break
-            else:
+            value = stack[-1]
+            if value not in done:
+                below = [operand for operand in value.operands() if operand not in done]
+                if below:
+                    stack += reversed(below)
+                    continue
+                done.add(value)
                 order.append(value)
-                stack.pop()
+            stack.pop()
     return order
 
 

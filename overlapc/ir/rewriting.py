@@ -26,11 +26,25 @@ from overlapc.ir.indexing import free_symbols, loop_symbol, simplify, substitute
 
 
 def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Expr], sympy.Expr]) -> Value:
-    """Return `value` with new operands (in the order of `operands()`) and with `index` applied to its expressions."""
+    """Return `value` with new operands (in the order of `operands()`) and with `index` applied to its expressions.
+
+    Return the same object where that changes nothing.
+    """
+    same = operands == value.operands()
     if isinstance(value, Load):
+        at = index(value.index)
+        if same and at is value.index:
+            return value
         indirect = tuple((symbol, new) for (symbol, _), new in zip(value.indirect, operands, strict=False))
         mask = operands[-1] if value.mask is not None else None
-        return Load(value.buffer, index(value.index), value.memory_dtype, mask, indirect)
+        return Load(value.buffer, at, value.memory_dtype, mask, indirect)
+    if isinstance(value, Index):
+        at = index(value.expr)
+        return value if at is value.expr else Index(at, value.dtype)
+    if isinstance(value, Scan):
+        return Scan(value.kind, operands[0], value.dtype, index(value.position))
+    if same:
+        return value
     if isinstance(value, Op):
         return Op(value.name, operands, value.dtype, value.coarse)
     if isinstance(value, Cast):
@@ -39,10 +53,6 @@ def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Ex
         return Checked(operands[0], operands[1], value.message)
     if isinstance(value, Reduce):
         return Reduce(value.kind, operands[0], value.dtype)
-    if isinstance(value, Scan):
-        return Scan(value.kind, operands[0], value.dtype, index(value.position))
-    if isinstance(value, Index):
-        return Index(index(value.expr), value.dtype)
     return value
 
 
@@ -56,9 +66,18 @@ def rewrite_values(
     Each value is rebuilt from its new operands, with `index` applied to its expressions. `replace` is called with the
     rebuilt value, and may return another value for it, or None to keep it.
     """
+    return _mapped(topological(roots), index, replace)
+
+
+def _mapped(
+    values: Iterable[Value],
+    index: Callable[[sympy.Expr], sympy.Expr],
+    replace: Callable[[Value], Value | None],
+) -> dict[Value, Value]:
+    """Do the work of `rewrite_values` for values in topological order."""
     new: dict[Value, Value] = {}
-    for value in topological(roots):
-        built = rebuild(value, tuple(new[operand] for operand in value.operands()), index)
+    for value in values:
+        built = rebuild(value, tuple([new[operand] for operand in value.operands()]), index)
         other = replace(built)
         new[value] = built if other is None else other
     return new
@@ -72,8 +91,7 @@ def rewrite(
     replace: Callable[[Value], Value | None] = lambda value: None,
 ) -> Body:
     """Return `body` with other loops, and with its values rewritten as in `rewrite_values`."""
-    new = rewrite_values((value for store in body.stores for value in store.operands()), index, replace)
-    return with_values(body, loops, reduction, new, index)
+    return with_values(body, loops, reduction, _mapped(body.values(), index, replace), index)
 
 
 def with_values(
