@@ -19,7 +19,12 @@ from overlapc.fx.attention_masks import drop_masks
 from overlapc.fx.blocks import Unfit
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
-from overlapc.fx.versions import check_torch_version, compiled_autograd, contiguous_tangents_of_overlaps
+from overlapc.fx.versions import (
+    check_torch_version,
+    compiled_autograd,
+    contiguous_tangents_of_overlaps,
+    no_code_of_graphs,
+)
 from overlapc.gc_paused import gc_paused
 from overlapc.passes.runner import select
 from overlapc.runtime.counters import count
@@ -79,7 +84,13 @@ def _traced(
     }
     divide = phase("partition")(divide)
     # The garbage collector is paused: tracing creates many objects, and all of them stay alive.
-    with phase("AOTAutograd"), deterministic(config.deterministic), gc_paused(), contiguous_tangents_of_overlaps():
+    with (
+        phase("AOTAutograd"),
+        deterministic(config.deterministic),
+        gc_paused(),
+        contiguous_tangents_of_overlaps(),
+        no_code_of_graphs(),
+    ):
         step = (
             _folded(trace, gm, inputs, compilers, divide) if config.trace_once and not compiled_autograd(gm) else None
         )

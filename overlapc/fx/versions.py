@@ -5,6 +5,7 @@ Dynamo's tracing is the exception: only `parallel/replayed_blocks.py` uses its n
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import (
     DifferentiableAOTInput,
     InputMutationAOTOutput,
@@ -22,6 +24,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
@@ -31,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -425,6 +429,23 @@ def _may_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
             return True
         reached += step * (extent - 1)
     return False
+
+
+@contextmanager
+def no_code_of_graphs() -> Iterator[None]:
+    """While AOTAutograd traces, most of its graphs become Python code only if they are called, and text only if torch
+    logs them."""
+    stages: Any = graph_compile
+    log_joint, log_divided = stages._log_joint_graph, stages._log_fw_bw_graphs
+    logs = (stages.aot_joint_log, stages.aot_graphs_log)
+    if not trace_log.handlers and not any(log.isEnabledFor(logging.INFO) for log in logs):
+        stages._log_joint_graph = lambda *_: None
+        stages._log_fw_bw_graphs = lambda *_: (None, None)
+    try:
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        stages._log_joint_graph, stages._log_fw_bw_graphs = log_joint, log_divided
 
 
 def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:

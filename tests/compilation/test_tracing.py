@@ -1,0 +1,44 @@
+"""AOTAutograd's graphs become Python code only where somebody runs or reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._logging._internal import trace_log
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from overlapc.compilation.tracing import step_of
+from overlapc.config import Config
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_graphs_are_written_as_code_where_torch_logs_them(logged, monkeypatch):
+    texts: list[str] = []
+    print_readable = fx.GraphModule.print_readable
+
+    def noted(self: fx.GraphModule, *args: Any, **kwargs: Any) -> str:
+        texts.append(print_readable(self, *args, **kwargs))
+        return texts[-1]
+
+    monkeypatch.setattr(fx.GraphModule, "print_readable", noted)
+    monkeypatch.setattr(trace_log, "handlers", [])  # pytest listens
+    if logged:
+        monkeypatch.setattr(torch._functorch._aot_autograd.graph_compile.aot_graphs_log, "isEnabledFor", lambda _: True)
+    unwritten: dict[str, bool] = {}  # of backwards torch makes code in any case, where it puts them into their order
+
+    def compile_graph(gm: fx.GraphModule, inputs: Any, *, config: Config, name: str) -> Callable[..., Any]:
+        unwritten[name] = isinstance(gm, _LazyGraphModule) and gm._needs_recompile()
+        return make_boxed_func(gm.forward)  # what runs is written then
+
+    torch._dynamo.reset()
+    x = torch.ones(3, requires_grad=True)
+    step = torch.compile(torch.sin, backend=lambda gm, inputs: step_of(compile_graph, gm, inputs, Config(), 0))
+    step(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3).cos())
+    assert unwritten["forward_0"]
+    assert bool(texts) == logged
