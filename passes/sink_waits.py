@@ -53,6 +53,8 @@ class Sink:
         self.usual = analyze(schedule).peak_bytes
         self.memory = Placing(schedule)
         self.life = self.memory.life
+        pooled = self.life.in_pool.__getitem__
+        self.in_pools = {at for at, touched in enumerate(self.life.touches) if any(map(pooled, touched))}
         self.now = 0.0
         self.placed: list[int] = []
         self.held: dict[int, None] = {}  # waits, and nodes that sink with them, in their old order
@@ -167,10 +169,8 @@ class Sink:
     def _read_arrived(self) -> None:
         """Place waits, and held readers, of copies that have ended: their pool memory has no other use meanwhile."""
         self._note_hidden()
-        arrived = [wait for wait in self.hidden if any(map(self.life.in_pool.__getitem__, self.life.touches[wait]))]
-        if not arrived:
-            return
-        for at in tuple(self.held):
+        arrived = [wait for wait in self.hidden if wait in self.in_pools] if self.in_pools else []
+        for at in tuple(self.held) if arrived else ():
             if at in self.held and all(wait in arrived or wait not in self.waits for wait in self.behind[at]):
                 self._place(at)
 

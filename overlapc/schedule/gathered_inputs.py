@@ -5,10 +5,11 @@ c = kernel(p); a = all_gather(c); w = wait(a); y = kernel(x, w)   ->   y = kerne
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from overlapc.schedule.model import Buffer, Kind, Schedule
+from overlapc.schedule.model import Buffer, Kind, Node, Schedule
 
 
 def given_gathered(schedule: Schedule, launches: Collection[str]) -> Schedule:
@@ -32,14 +33,35 @@ def given_gathered(schedule: Schedule, launches: Collection[str]) -> Schedule:
 
 
 def left_without(schedule: Schedule, launches: Collection[str]) -> list[int]:
-    """Return the positions of the nodes that remain if the results of `launches` are inputs of `schedule`."""
-    removed = {at for pair in schedule.started.items() if schedule.nodes[pair[1]].name in launches for at in pair}
-    read = set(schedule.outputs)
-    left = []
-    for at in reversed(range(len(schedule.nodes))):
-        node = schedule.nodes[at]
-        unread = node.kind in (Kind.KERNEL, Kind.VIEW) and not node.mutates and read.isdisjoint(node.writes)
-        if at not in removed and not unread:
-            left.append(at)
-            read.update(node.reads)
-    return left[::-1]
+    """Return the positions of the nodes that remain if the results of `launches` are inputs of `schedule`.
+
+    This is called for each launch of a schedule, so it visits only the nodes that are removed.
+    """
+    nodes, producers = schedule.nodes, schedule.producers
+    readers = dict(schedule.fact("readers", lambda: _readers(schedule)))
+    unread = schedule.fact("unread", lambda: [at for at, node in enumerate(nodes) if _is_unread(node, readers)])
+    pending = [*unread, *(at for pair in schedule.started.items() if nodes[pair[1]].name in launches for at in pair)]
+    removed: set[int] = set()
+    while pending:
+        at = pending.pop()
+        if at in removed:
+            continue
+        removed.add(at)
+        for name in dict.fromkeys(nodes[at].reads):
+            readers[name] -= 1
+            producer = producers.get(name)
+            if producer is not None and _is_unread(nodes[producer], readers):
+                pending.append(producer)
+    return [at for at in range(len(nodes)) if at not in removed]
+
+
+def _readers(schedule: Schedule) -> dict[str, int]:
+    """Return how many nodes read each buffer, with the end of the schedule as a reader of its outputs."""
+    counted = Counter(name for node in schedule.nodes for name in dict.fromkeys(node.reads))
+    counted.update(schedule.outputs)
+    return counted
+
+
+def _is_unread(node: Node, readers: Mapping[str, int]) -> bool:
+    """Return whether the node only computes buffers that are not read."""
+    return node.kind in (Kind.KERNEL, Kind.VIEW) and not node.mutates and not any(map(readers.get, node.writes))
