@@ -110,26 +110,26 @@ CASES = {
 }
 
 
-def capture(name: str, case: Case) -> None:
-    """Write `<name>.forward.sched` and `<name>.backward.sched` beside this file."""
+def capture(name: str, case: Case, folder: Path = HERE) -> None:
+    """Write `<name>.forward.sched` and `<name>.backward.sched` into a folder."""
     torch._dynamo.reset()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(case.axes.values()))
     mesh = init_device_mesh("cpu", tuple(case.axes.values()), mesh_dim_names=tuple(case.axes))
     if "ep" in case.axes:
         mesh._flatten("all_ranks")  # here, as fake tensors cannot
-    with FakeTensorMode(allow_non_fake_inputs=True), tempfile.TemporaryDirectory() as folder:
+    with FakeTensorMode(allow_non_fake_inputs=True), tempfile.TemporaryDirectory() as dumps:
         model = Llama(case.shape)
         case.shard(model, mesh)
         tokens = torch.zeros(1, case.shape.max_seq, dtype=torch.long)
         # Any one pass: what is kept is the schedule that it was given.
         options = Config(
-            dump="passes", dump_dir=folder, profile="h200-nvlink", rank_check=False, passes="sink_waits", verify=False
+            dump="passes", dump_dir=dumps, profile="h200-nvlink", rank_check=False, passes="sink_waits", verify=False
         )
         step = torch.compile(model, backend=partial(plan_only, options=options), fullgraph=True)
         step(tokens, tokens).backward()
         for direction in ("forward", "backward"):
-            (found,) = Path(folder).rglob(f"{direction}_*/**/01_*.before*")
-            (HERE / f"{name}.{direction}.sched").write_text(short(found.read_text(), name, direction))
+            (found,) = Path(dumps).rglob(f"{direction}_*/**/01_*.before*")
+            (folder / f"{name}.{direction}.sched").write_text(short(found.read_text(), name, direction))
     dist.destroy_process_group()
 
 
