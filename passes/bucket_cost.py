@@ -55,10 +55,10 @@ class BucketCost:
         assert first.estimate is not None
         if total.count == 1:
             return first.estimate
-        found = self._asked(first, total.bytes)
-        if found is not None:
+        answer = self._asked(first, total.bytes)
+        if answer is not None:
             each_ns = (total.count - 1) * self._ctx.profile.coalesced_tensor_ns
-            return Estimate(min(found.ns + each_ns, total.apart_ns), found.source)
+            return Estimate(min(answer.ns + each_ns, total.apart_ns), answer.source)
         saved_ns = (total.count - 1) * self.latency_ns
         return Estimate(max(total.longest_ns, total.apart_ns - saved_ns), first.estimate.source)
 

@@ -47,7 +47,7 @@ def in_order(schedule: Schedule, ctx: Context) -> Schedule:
 
 def cuts(ordered: Schedule, members: Mapping[str, Sequence[Node]], ctx: Context) -> frozenset[str]:
     """Return the members that should begin a new bucket. members: name of a bucket in `ordered` -> its members."""
-    found: set[str] = set()
+    firsts: set[str] = set()
     timeline = ctx.timeline(ordered)
     exposed = {name: timeline.collectives[name].exposed_ns for name in members}
     nodes_left = MOST_NODES
@@ -57,8 +57,8 @@ def cuts(ordered: Schedule, members: Mapping[str, Sequence[Node]], ctx: Context)
         window = _Window.of(ordered, name, members[name], ctx)
         begins = window.best_cuts(nodes_left)
         nodes_left -= window.nodes_replayed
-        found.update(members[name][at].name for at in begins)
-    return frozenset(found)
+        firsts.update(members[name][at].name for at in begins)
+    return frozenset(firsts)
 
 
 @dataclass
@@ -82,17 +82,17 @@ class _Window:
         last = max((wait for wait, start in ordered.started.items() if start == at), default=at)
         low, high = max(0, first - AROUND), min(len(ordered.nodes), last + 1 + AROUND)
         waited = {start for wait, start in ordered.started.items() if wait < high}
-        kept = [each for each in range(low, high) if ordered.nodes[each].kind is not Kind.START or each in waited]
-        nodes = tuple(ordered.nodes[each] for each in kept)
+        positions = [p for p in range(low, high) if ordered.nodes[p].kind is not Kind.START or p in waited]
+        nodes = tuple(ordered.nodes[position] for position in positions)
         buffers: dict[str, Buffer] = {}
         for node in nodes:
-            for each in (*node.reads, *node.writes):
-                alias: str | None = each
+            for buffer in (*node.reads, *node.writes):
+                alias: str | None = buffer
                 while alias is not None and alias not in buffers:
                     buffers[alias] = ordered.buffers[alias]
                     alias = buffers[alias].alias_of
         window = Schedule(name, nodes, buffers, like=ordered)
-        return cls(window, kept.index(at), members, ctx, BucketCost(ctx, members[0]))
+        return cls(window, positions.index(at), members, ctx, BucketCost(ctx, members[0]))
 
     def best_cuts(self, most_nodes: int) -> frozenset[int]:
         """Return the indices of members that begin a new bucket: adds the best cut until no cut helps."""
@@ -104,20 +104,20 @@ class _Window:
             for at in range(step, len(self.members), step):
                 if at not in begins and self.nodes_replayed < most_nodes:
                     tried.append((cost(self._cut(begins | {at}), self.ctx), begins | {at}))
-            if not tried or min(tried, key=lambda each: each[0])[0] >= best:
+            if not tried or min(tried, key=lambda cut: cut[0])[0] >= best:
                 return begins
-            best, begins = min(tried, key=lambda each: each[0])
+            best, begins = min(tried, key=lambda cut: cut[0])
 
     def _cut(self, begins: frozenset[int]) -> Schedule:
         """Cut the bucket. Gathers start where it did, in sequence; reductions where their last gradient is made."""
-        instead: dict[int, list[Node]] = {}
+        inserted: dict[int, list[Node]] = {}
         for part in self._parts(begins):
             at = self.at
             if _sends_results(part):
                 at = max(self.schedule.producers.get(read, -1) + 1 for member in part for read in member.reads)
-            instead.setdefault(at, []).append(bucket_node(part, None, self.cost))
+            inserted.setdefault(at, []).append(bucket_node(part, None, self.cost))
         self.nodes_replayed += len(self.schedule.nodes)
-        return with_merged(self.schedule, instead, {self.at}, {})
+        return with_merged(self.schedule, inserted, {self.at}, {})
 
     def _parts(self, begins: frozenset[int]) -> Iterator[Sequence[Node]]:
         edges = [0, *sorted(begins), len(self.members)]

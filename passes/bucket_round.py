@@ -67,8 +67,8 @@ class Round:
 
     def run(self) -> Schedule:
         """Return the schedule with this round's buckets; the schedule itself if there are none."""
-        buckets = [found for each in self._units() for found in self._in_parts(each)]
-        merged = [(each, node) for each in buckets if len(each.members) > 1 and (node := self._node(each.members))]
+        buckets = [part for unit in self._units() for part in self._in_parts(unit) if len(part.members) > 1]
+        merged = [(bucket, node) for bucket in buckets if (node := self._node(bucket.members))]
         if self.ctx.most_moves is not None:
             del merged[self.ctx.most_moves - len(self.report.merged) :]
         return self._rebuilt(merged) if merged else self.schedule
@@ -92,7 +92,7 @@ class Round:
             return [whole]
         for at in whole.members:
             self.report.because(self.nodes[at], Reason.CUT)
-        return [found for part in parts for found in self.place(part)]
+        return [bucket for part in parts for bucket in self.place(part)]
 
     def _runs(self) -> list[list[int]]:
         """Return runs of collectives of one unit, with no other unit's collective of this kind in between."""
@@ -134,25 +134,25 @@ class Round:
 
     def _rebuilt(self, merged: Sequence[tuple[Bucket, Node]]) -> Schedule:
         """Return the schedule with `merged` buckets, and report them."""
-        gone: set[int] = set()
-        instead: dict[int, list[Node]] = {}
+        removed: set[int] = set()
+        inserted: dict[int, list[Node]] = {}
         renamed: dict[str, str] = {}
-        for each, node in merged:
-            members = [self.nodes[at] for at in each.members]
+        for bucket, node in merged:
+            members = [self.nodes[at] for at in bucket.members]
             self.report.merged[node.name] = tuple(
                 name for member in members for name in self.report.merged.pop(member.name, (member.name,))
             )
             self.report.because(node, Reason.MERGED, comm_of(node).unit)
-            for at, member in zip(each.members, members, strict=True):
+            for at, member in zip(bucket.members, members, strict=True):
                 renamed[member.name] = node.name
                 self.report.reasons.pop(member.name, None)
                 self.report.limits.pop(member.name, None)
-                gone.add(at)
-            gone.update(each.carried)
-            carried = [self.nodes[at] for at in sorted(each.carried)]
-            self.report.moved(node, abs(each.members[-1] - each.members[0]))
+                removed.add(at)
+            removed.update(bucket.carried)
+            carried = [self.nodes[at] for at in sorted(bucket.carried)]
+            self.report.moved(node, abs(bucket.members[-1] - bucket.members[0]))
             if self.forward:
-                instead[each.members[0]] = [*carried, node]
+                inserted[bucket.members[0]] = [*carried, node]
             else:
-                instead[each.members[-1]] = [node, *carried]
-        return with_merged(self.schedule, instead, gone, renamed)
+                inserted[bucket.members[-1]] = [node, *carried]
+        return with_merged(self.schedule, inserted, removed, renamed)

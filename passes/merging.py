@@ -35,17 +35,17 @@ def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def with_merged(
-    schedule: Schedule, instead: Mapping[int, Sequence[Node]], gone: Collection[int], renamed: Mapping[str, str]
+    schedule: Schedule, inserted: Mapping[int, Sequence[Node]], removed: Collection[int], renamed: Mapping[str, str]
 ) -> Schedule:
     """Return a schedule with merged nodes. Dependences among its collectives follow its own order, not `schedule`'s.
 
-    instead: position -> nodes to insert there, in front of the node at that position. gone: positions of nodes to
+    inserted: position -> nodes to insert there, in front of the node at that position. removed: positions of nodes to
     remove, because they were merged or are inserted elsewhere. renamed: merged node -> the node that replaces it.
     """
     order: list[Node] = []
     for at, node in enumerate(schedule.nodes):
-        order += instead.get(at, ())
-        if at not in gone:
+        order += inserted.get(at, ())
+        if at not in removed:
             order.append(node)
     nodes = tuple(after_renamed(node, renamed) for node in order)
     return replace(schedule, nodes=nodes, moved_from=None, collectives_moved=False, like=schedule)

@@ -76,7 +76,7 @@ class _Plan(Sink):
         self.busy_now = 0.0  # compute placed so far, without stalls: the clock of `_Dues.due`
         self.last: dict[str, int] = {}  # queue -> its last start so far
         # A held start is placed when all waits that it is held for are hidden or placed. It watches one that is not.
-        self.looking_at: dict[int, list[int]] = {}  # wait -> the starts that watch it
+        self.watchers: dict[int, list[int]] = {}  # wait -> the starts that watch it
         self.may_go: list[int] = []  # a heap of held starts without such a wait
         self.dues = dues or _Dues.of(schedule, self.deps, self.queues, self.life)
         self.lifted = self.dues.lifted
@@ -92,7 +92,7 @@ class _Plan(Sink):
             if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
                 self._hold(at, needs)
                 if node.kind is Kind.START:
-                    self._look(at)
+                    self._watch(at)
                 continue
             self._release(needs, at)
             if node.kind in COMPUTE:
@@ -100,7 +100,7 @@ class _Plan(Sink):
                     self._issue_due(queue, self.busy_now + self.queues.compute_ns[at], at)
             elif node.kind is Kind.START:
                 self._issue_before(at)
-            self._read_arrived()
+            self._place_arrived()
             self._make_room(at)
             self._place(at)
         for at in self.lifted:
@@ -144,8 +144,8 @@ class _Plan(Sink):
             return True
         new = [node for node in (start, *self.dues.free[start]) if not self.done[node]]
         size = sum(self.life.allocates[node] + self.life.scratch[node] for node in new)
-        beside = self.memory.live - self.dues.usual_before[at]
-        if self.dues.usual_during.most(at, start) + beside + size <= self.room:
+        extra = self.memory.live - self.dues.incoming_before[at]
+        if self.dues.incoming_during.most(at, start) + extra + size <= self.room:
             return True
         self.report.because(self.schedule.nodes[start], Reason.MEMORY)
         return False
@@ -184,19 +184,19 @@ class _Plan(Sink):
                 if at in self.held:
                     self._place(at)
 
-    def _look(self, start: int) -> None:
+    def _watch(self, start: int) -> None:
         """Let a held start watch one of its waits that would still stall; without such a wait it may be placed."""
         waits = (wait for wait in self.behind[start] if wait in self.waits and not self._hidden(wait))
         wait = min(waits, default=None)
         if wait is None:
             heapq.heappush(self.may_go, start)
         else:
-            self.looking_at.setdefault(wait, []).append(start)
+            self.watchers.setdefault(wait, []).append(start)
 
     def _let_go(self, wait: int) -> None:
         super()._let_go(wait)
-        for start in self.looking_at.pop(wait, ()):
-            self._look(start)
+        for start in self.watchers.pop(wait, ()):
+            self._watch(start)
 
     def _expect(self, wait: int) -> None:
         if self.done[self.queues.collective[wait]]:
@@ -214,8 +214,8 @@ class _Dues:
     lifted: frozenset[int]  # all free starts, and all nodes that move with them
     due: Mapping[int, float]  # free start -> when it becomes late, on a clock without stalls
     coming: Mapping[str, Sequence[int]]  # queue -> its free starts, the first needed last
-    usual_during: RangeMax  # live bytes of the incoming order while each node runs
-    usual_before: Sequence[int]  # live bytes of the incoming order just before each node
+    incoming_during: RangeMax  # live bytes of the incoming order while each node runs
+    incoming_before: Sequence[int]  # live bytes of the incoming order just before each node
 
     @classmethod
     def of(cls, schedule: Schedule, deps: Dependencies, queues: Queues, life: Lifetimes) -> _Dues:
@@ -248,10 +248,10 @@ def _preds(deps: Dependencies, at: int) -> list[int]:
 def _free(schedule: Schedule, deps: Dependencies, queues: Queues) -> dict[int, frozenset[int]]:
     """Return the starts that depend only on graph inputs and cheap work on them, each with the nodes of that work."""
     free: dict[int, frozenset[int]] = {}
-    light: list[bool] = []  # a node that a free start may take along
+    cheap: list[bool] = []  # a node that a free start may take along
     for at, node in enumerate(schedule.nodes):
-        clear = all(light[before] for before in _preds(deps, at))
-        light.append(clear and node.kind in (*COMPUTE, Kind.VIEW, Kind.NOOP) and not node.mutates)
+        clear = all(cheap[before] for before in _preds(deps, at))
+        cheap.append(clear and node.kind in (*COMPUTE, Kind.VIEW, Kind.NOOP) and not node.mutates)
         if clear and node.kind is Kind.START:
             along = _along(at, deps, queues)
             if along is not None:

@@ -40,7 +40,7 @@ def records_of(reports: Sequence[PassReport], before: Timeline, after: Timeline)
     merged: dict[str, tuple[str, ...]] = {}
     for report in reports:
         for name, members in report.merged.items():
-            merged[name] = tuple(each for member in members for each in merged.get(member, (member,)))
+            merged[name] = tuple(original for member in members for original in merged.get(member, (member,)))
     for node in schedule.nodes:
         if node.name not in after.collectives:
             continue
@@ -59,8 +59,8 @@ def records_of(reports: Sequence[PassReport], before: Timeline, after: Timeline)
                 bytes=0 if comm is None else comm.bytes,
                 estimate_ns=None if node.estimate is None else node.estimate.ns,
                 source="unknown" if node.estimate is None else node.estimate.source,
-                exposed_before_ns=sum(each.exposed_ns for each in was),
-                hidden_before_ns=sum(each.hidden_ns for each in was),
+                exposed_before_ns=sum(collective.exposed_ns for collective in was),
+                hidden_before_ns=sum(collective.hidden_ns for collective in was),
                 exposed_after_ns=now.exposed_ns,
                 hidden_after_ns=now.hidden_ns,
                 moves=sum(report.moves.get(name, 0) for report in reports for name in names),
@@ -81,12 +81,12 @@ def _limit(
         return Reason.HIDDEN.about(), ()
     parts, causes = [], []
     for label, name in (("start", node.name), ("wait", "" if wait is None else wait.name)):
-        said = [(report.reasons[name], report.limits.get(name)) for report in reports if name in report.reasons]
+        given = [(report.reasons[name], report.limits.get(name)) for report in reports if name in report.reasons]
         # "Undone" is about a whole pass, so a reason that is about this node is preferred.
-        said = [(text, reason) for text, reason in said if reason is not Reason.SLOWER] or said
-        if not said or said[-1][1] is Reason.HIDDEN:
+        given = [(text, reason) for text, reason in given if reason is not Reason.SLOWER] or given
+        if not given or given[-1][1] is Reason.HIDDEN:
             continue
-        text, reason = said[-1]
+        text, reason = given[-1]
         parts.append(f"{label}: {text}")
         if reason is not None:
             causes.append(reason)

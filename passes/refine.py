@@ -41,7 +41,7 @@ BLOCKS_PER_REPLAY = 4
 # After at most this many replays for each node that may move, nodes exchange places.
 EFFORT_PER_NODE = 60
 # The search ends after this many rounds of both without a gain: the first may only enable a gain of the second.
-ROUNDS_IN_VAIN = 2
+ROUNDS_WITHOUT_GAIN = 2
 # A round ends after this many proposed moves for each of its replays: impossible moves are not replayed.
 PROPOSALS_PER_REPLAY = 20
 # The share of proposed moves that move starts and waits; the others move compute.
@@ -49,7 +49,7 @@ COLLECTIVES_SHARE = 0.25
 # A node moves by 2**n to 2**(n + 1) - 1 positions, with each n below this equally likely.
 POWERS = 7
 # At most this many nodes move together.
-TOGETHER = 60
+MOST_TOGETHER = 60
 # A move that shortens the step by more than this share is tried on all nodes like the one that moved.
 WORTH_REPEATING = 2e-5
 # The seed of the generator: with it no captured step is longer than the plans of 2026-11-22 by more than 0.5%. Seed 2
@@ -71,7 +71,7 @@ def refine(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Times:
     """The times of the order that a move leads to."""
 
     step_ns: float  # with collectives as estimated
@@ -79,7 +79,7 @@ class _Found:
     exposed_ns: float
 
     @classmethod
-    def of(cls, timings: Sequence[Timing]) -> _Found:
+    def of(cls, timings: Sequence[Timing]) -> _Times:
         """Take times from the replays: the first with collectives as estimated, the last with late ones."""
         return cls(timings[0].step_ns, timings[0].step_ns + timings[-1].step_ns, timings[0].exposed_ns)
 
@@ -96,7 +96,7 @@ class Search:
         self.limit = ctx.limit_bytes(schedule)
         self.final = ctx.final_bytes
         memory = analyze(schedule)
-        self.usual = min(self.limit, memory.peak_bytes)
+        self.peak_without_gain = min(self.limit, memory.peak_bytes)
         self.pool_bytes = memory.pool_bytes  # pools may not grow: their unused memory has no other use
         at_load = estimates_at_load(schedule, ctx.profile, ctx.timeline(schedule).step_ns)
         clock = schedule.with_estimates(at_load) if at_load else schedule
@@ -105,13 +105,13 @@ class Search:
         self.compute = [at for at, node in enumerate(schedule.nodes) if node.kind in COMPUTE and ns_of(node) > 0]
         self.alike = _alike(schedule)
         self.random = random.Random(seed)  # only `random()`, which every Python draws alike
-        self.again: list[tuple[int, int]] = []  # (node, distance) of moves to try next
+        self.repeats: list[tuple[int, int]] = []  # (node, distance) of moves to try next
         self.most_moves = ctx.most_moves
         count = len(self.collectives) + len(self.compute)
         self.replays_left = ctx.effort
         self.most_blocks = self.order.blocks_replayed + BLOCKS_PER_REPLAY * ctx.effort
         self.replays_in_round = count * min(EFFORT_PER_NODE, 4 * count)  # few nodes have few places
-        self.now = _Found.of(self.order.timings)
+        self.now = _Times.of(self.order.timings)
         self.made = 0
         self.best_cost = self.now.cost if self._is_final() else (inf, inf)
         self._best: list[int] | None = None  # the order that made the step shorter last
@@ -123,24 +123,24 @@ class Search:
 
     def run(self) -> None:
         """Alternate between random moves and exchanges."""
-        in_vain = 0
-        while self.collectives and in_vain < ROUNDS_IN_VAIN and self._may_go_on():
+        without_gain = 0
+        while self.collectives and without_gain < ROUNDS_WITHOUT_GAIN and self._may_go_on():
             began = self.now
             self._draw_moves()
             while self._exchange():
                 pass
-            in_vain = 0 if self.now.cost < began.cost else in_vain + 1
+            without_gain = 0 if self.now.cost < began.cost else without_gain + 1
 
     def _draw_moves(self) -> None:
         end = self.replays_left - min(self.replays_left, self.replays_in_round)
         for _ in range(PROPOSALS_PER_REPLAY * (self.replays_left - end)):
             if self.replays_left <= end or not self._may_go_on():
                 return
-            repeated = bool(self.again)
-            node, distance = self.again.pop() if repeated else self._drawn()
-            gained = self._made(self.order.shift(node, distance, TOGETHER))
+            repeated = bool(self.repeats)
+            node, distance = self.repeats.pop() if repeated else self._draw_move()
+            gained = self._try_move(self.order.shift(node, distance, MOST_TOGETHER))
             if not repeated and gained > WORTH_REPEATING:
-                self.again = [(other, distance) for other in reversed(self.alike[node]) if other != node]
+                self.repeats = [(other, distance) for other in reversed(self.alike[node]) if other != node]
 
     def _may_go_on(self) -> bool:
         within = self.replays_left > 0 and self.order.blocks_replayed < self.most_blocks
@@ -155,33 +155,33 @@ class Search:
                 if not self._may_go_on():
                     return False
                 one, other, made = compute[first], compute[first + distance], self.made
-                self._made(self.order.exchange(one, other))
+                self._try_move(self.order.exchange(one, other))
                 if self.made > made:
                     compute[first], compute[first + distance] = other, one
         return self.now.cost < began.cost
 
-    def _made(self, move: Move | None) -> float:
+    def _try_move(self, move: Move | None) -> float:
         """Make a move unless it leads to a worse order; return the share of the step that it gains."""
-        found = None if move is None else self._found(move)
-        if move is None or found is None:
+        times = None if move is None else self._times_with(move)
+        if move is None or times is None:
             return 0.0
-        if self.order.peak_with(move) > (self.limit if found.cost < self.now.cost else self.usual):
+        if self.order.peak_with(move) > (self.limit if times.cost < self.now.cost else self.peak_without_gain):
             return 0.0
         if self.order.pool_bytes_with(move) > self.pool_bytes:
             return 0.0
-        gained = 1 - found.both_ns / self.now.both_ns if self.now.both_ns else 0.0
+        gained = 1 - times.both_ns / self.now.both_ns if self.now.both_ns else 0.0
         self.order.make(move)
         self.made += 1
-        self.now = found
-        if found.cost < self.best_cost and self._is_final():
-            self._best, self.best_cost = [*self.order.order], found.cost
+        self.now = times
+        if times.cost < self.best_cost and self._is_final():
+            self._best, self.best_cost = [*self.order.order], times.cost
         return gained
 
     def _is_final(self) -> bool:
         """Whether the present order may be the final one."""
         return self.final is None or self.order.peak_bytes <= self.final
 
-    def _drawn(self) -> tuple[int, int]:
+    def _draw_move(self) -> tuple[int, int]:
         """Draw a node and the distance that it should move."""
         among = self.collectives if self.random.random() < COLLECTIVES_SHARE or not self.compute else self.compute
         node = among[int(self.random.random() * len(among))]
@@ -189,7 +189,7 @@ class Search:
         distance = most + int(self.random.random() * most)
         return node, distance if self.random.random() < 0.5 else -distance
 
-    def _found(self, move: Move) -> _Found | None:
+    def _times_with(self, move: Move) -> _Times | None:
         """Return the times that a move leads to; None if they are worse."""
         timings: list[Timing] = []
         for timing in self.order.timings_with(move):
@@ -197,8 +197,8 @@ class Search:
             timings.append(timing)
             if timings[0].step_ns > self.now.step_ns:
                 return None  # without the replay with late collectives, which takes as long
-        found = _Found.of(timings)
-        return found if found.cost <= self.now.cost else None
+        times = _Times.of(timings)
+        return times if times.cost <= self.now.cost else None
 
 
 def _explain(report: PassReport, before: Schedule, after: Schedule) -> None:
@@ -225,11 +225,11 @@ def _explain(report: PassReport, before: Schedule, after: Schedule) -> None:
 def _alike(schedule: Schedule) -> Sequence[Sequence[int]]:
     """Return for each node the nodes that do the same on buffers of the same sizes, itself included, in order."""
     kinds: dict[Hashable, list[int]] = {}
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for at, node in enumerate(schedule.nodes):
         about = schedule.nodes[schedule.started.get(at, at)]
         sizes = tuple(schedule.buffers[schedule.root(name)].bytes for name in (*node.reads, *node.writes))
         alike = kinds.setdefault((node.kind, about.op, about.queue, ns_of(about), sizes), [])
         alike.append(at)
-        found.append(alike)
-    return found
+        groups.append(alike)
+    return groups

@@ -30,24 +30,24 @@ from overlapc.schedule.model import Estimate, Kind, Node, Schedule, Work
 def share_launches(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """Merge kernels; each launch stands where the last of its kernels did."""
     report = PassReport("share_launches", counted=True)
-    instead: dict[int, tuple[Node]] = {}
-    gone: set[int] = set()
+    inserted: dict[int, tuple[Node]] = {}
+    removed: set[int] = set()
     renamed: dict[str, str] = {}
     for members in _alike(schedule, ctx):
         for launch, parts in _launches([schedule.nodes[at] for at in members], ctx):
-            if ctx.most_moves is not None and len(instead) >= ctx.most_moves:
+            if ctx.most_moves is not None and len(inserted) >= ctx.most_moves:
                 break
             positions = [schedule.position(part.name) for part in parts]
-            instead[positions[-1]] = (launch,)
-            gone.update(positions)
+            inserted[positions[-1]] = (launch,)
+            removed.update(positions)
             renamed.update((part.name, launch.name) for part in parts)
             report.merged[launch.name] = tuple(part.name for part in parts)
             report.moved(launch, positions[-1] - positions[0])
-    if not instead:
+    if not inserted:
         return schedule, report
     limit = ctx.limit_bytes(schedule)
     final = replace(ctx, budget_bytes=limit if ctx.final_bytes is None else min(limit, ctx.final_bytes))
-    return keep_if_better(schedule, with_merged(schedule, instead, gone, renamed), final, report)
+    return keep_if_better(schedule, with_merged(schedule, inserted, removed, renamed), final, report)
 
 
 def _alike(schedule: Schedule, ctx: Context) -> Iterator[list[int]]:
@@ -67,7 +67,7 @@ def _alike(schedule: Schedule, ctx: Context) -> Iterator[list[int]]:
                 # No node in between reads the kernel's result, but one may overwrite its input.
                 if kind is not None and all(after > positions[-1] for after in succs[at]):
                     kinds.setdefault(kind, []).append(at)
-            yield from (found for found in kinds.values() if len(found) > 1)
+            yield from (members for members in kinds.values() if len(members) > 1)
 
 
 def _launches(members: Sequence[Node], ctx: Context) -> Iterator[tuple[Node, Sequence[Node]]]:
@@ -93,17 +93,17 @@ def _launch(members: Sequence[Node], payload: object, ctx: Context) -> Node:
 def _sum(works: Sequence[Work]) -> Work:
     return replace(
         works[0],
-        flops=sum(each.flops for each in works),
-        read_bytes=sum(each.read_bytes for each in works),
-        write_bytes=sum(each.write_bytes for each in works),
+        flops=sum(work.flops for work in works),
+        read_bytes=sum(work.read_bytes for work in works),
+        write_bytes=sum(work.write_bytes for work in works),
     )
 
 
 def _estimate(node: Node, parts: Sequence[Estimate | None], ctx: Context) -> Estimate | None:
     """Return the estimate of a launch: the estimator's, or the sum of its parts if that is less; None if unknown."""
-    said = None if ctx.estimate is None else ctx.estimate(node)
-    known = [each for each in parts if each is not None]
+    estimated = None if ctx.estimate is None else ctx.estimate(node)
+    known = [part for part in parts if part is not None]
     if len(known) < len(parts):
-        return said
-    apart = Estimate(sum(each.ns for each in known), known[0].source)
-    return apart if said is None or apart.ns < said.ns else said
+        return estimated
+    apart = Estimate(sum(part.ns for part in known), known[0].source)
+    return apart if estimated is None or apart.ns < estimated.ns else estimated

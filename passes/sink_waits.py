@@ -50,7 +50,7 @@ class Sink:
         self.deps = dependencies.of(schedule)
         self.queues = Queues.of(schedule, ctx.timeline(schedule), ctx.overlap_margin)
         self.limit = ctx.limit_bytes(schedule)
-        self.usual = analyze(schedule).peak_bytes
+        self.incoming_peak = analyze(schedule).peak_bytes
         self.memory = Placing(schedule)
         self.life = self.memory.life
         pooled = self.life.in_pool.__getitem__
@@ -73,7 +73,7 @@ class Sink:
                 self._hold(at, needs)
             else:
                 self._release(needs, at)
-                self._read_arrived()
+                self._place_arrived()
                 self._make_room(at)
                 self._place(at)
         for at in self.waits:
@@ -116,14 +116,14 @@ class Sink:
             self._place(at)
 
     def _with_needs(self, wanted: list[int]) -> list[int]:
-        found: set[int] = set()
+        needed: set[int] = set()
         stack = list(wanted)
         while stack:
             at = stack.pop()
-            if at not in found:
-                found.add(at)
+            if at not in needed:
+                needed.add(at)
                 stack.extend(before for before in self.deps.preds[at] if before in self.held)
-        return sorted(found)
+        return sorted(needed)
 
     def _sinks_along(self, at: int, needs: list[int]) -> bool:
         """Whether a node that needs held nodes should be held, too."""
@@ -166,7 +166,7 @@ class Sink:
         if wait not in self.waits and at < len(self.hidden) and self.hidden[at] == wait:
             del self.hidden[at]
 
-    def _read_arrived(self) -> None:
+    def _place_arrived(self) -> None:
         """Place waits, and held readers, of copies that have ended: their pool memory has no other use meanwhile."""
         self._note_hidden()
         arrived = [wait for wait in self.hidden if wait in self.in_pools] if self.in_pools else []
@@ -176,21 +176,21 @@ class Sink:
 
     def _make_room(self, at: int) -> None:
         """Place waits whose collectives hold memory that `at` needs: hidden waits first, the oldest of them first."""
-        if self._has_room(at, self.usual):
+        if self._has_room(at, self.incoming_peak):
             return
         self._note_hidden()
         tried = 0  # position in `hidden`, which the loop changes
         while tried < len(self.hidden):
             wait = self.hidden[tried]
-            self._give_up(wait)
-            if self._has_room(at, self.usual):
+            self._place_waits_with(wait)
+            if self._has_room(at, self.incoming_peak):
                 return
             self._note_hidden()
             tried = bisect.bisect_right(self.hidden, wait)
         for wait in tuple(self.waits):
             if self._has_room(at, self.limit):
                 return
-            self._give_up(wait)
+            self._place_waits_with(wait)
         # Kernels that sank with placed waits are still held, and have memory to allocate.
         if not self._has_room(at, self.limit):
             for held in tuple(self.held):
@@ -202,7 +202,7 @@ class Sink:
         """Whether `at` may run now within `most_bytes`, counting what the held nodes will allocate."""
         return self.memory.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= most_bytes
 
-    def _give_up(self, wait: int) -> None:
+    def _place_waits_with(self, wait: int) -> None:
         """Place all waits of the collective of `wait`, if that frees memory."""
         waits = [at for at in self.queues.closed_by[self.queues.collective[wait]] if at in self.waits]
         if any(self.memory.left[storage] <= len(waits) for storage in self.life.touches[wait]):

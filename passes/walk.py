@@ -41,7 +41,7 @@ class Direction(Enum):
 
 
 # Seen from the end, a wait is a start. These reasons, found for such a start, have other names for the wait.
-_SEEN_FROM_THE_END = {Reason.SCHEDULE_START: Reason.SCHEDULE_END, Reason.QUEUE: Reason.NEXT_ON_QUEUE}
+_NAMES_FOR_WAITS = {Reason.SCHEDULE_START: Reason.SCHEDULE_END, Reason.QUEUE: Reason.NEXT_ON_QUEUE}
 
 
 def walk_in_rounds(name: str, schedule: Schedule, ctx: Context, direction: Direction) -> tuple[Schedule, PassReport]:
@@ -51,33 +51,33 @@ def walk_in_rounds(name: str, schedule: Schedule, ctx: Context, direction: Direc
     current, timeline = schedule, ctx.timeline(schedule)
     for _ in range(ROUNDS):
         left = None if ctx.most_moves is None else ctx.most_moves - len(report.moves)
-        moved, said = Walk(name, current, timeline, limit, dataclasses.replace(ctx, most_moves=left), direction).run()
+        moved, latest = Walk(name, current, timeline, limit, dataclasses.replace(ctx, most_moves=left), direction).run()
         if moved is current:
-            _merge(report, said)
+            _merge(report, latest)
             break
-        if left is None or len(said.moves) < left:
-            kept, said = keep_if_better(current, moved, ctx, said)
+        if left is None or len(latest.moves) < left:
+            accepted, latest = keep_if_better(current, moved, ctx, latest)
         else:
-            kept = moved  # only part of a walk (`stop_after`): whether it pays off does not matter
-        if kept is current:
+            accepted = moved  # only part of a walk (`stop_after`): whether it pays off does not matter
+        if accepted is current:
             if current is schedule:
-                _merge(report, said)
+                _merge(report, latest)
             break
-        _merge(report, said)
-        before, current, timeline = timeline, kept, ctx.timeline(kept)
+        _merge(report, latest)
+        before, current, timeline = timeline, accepted, ctx.timeline(accepted)
         if timeline.step_ns > before.step_ns * (1 - WORTH_IT):
             break
     return current, report
 
 
-def _merge(report: PassReport, said: PassReport) -> None:
-    report.reasons.update(said.reasons)
-    report.limits.update(said.limits)
-    for name, positions in said.moves.items():
-        report.moved(name, positions, said.moved_with.get(name, ()))
+def _merge(report: PassReport, latest: PassReport) -> None:
+    report.reasons.update(latest.reasons)
+    report.limits.update(latest.limits)
+    for name, positions in latest.moves.items():
+        report.moved(name, positions, latest.moved_with.get(name, ()))
 
 
-class _Order:
+class _DirectedOrder:
     """An order and its memory, read from the first node or, mirrored, from the last."""
 
     def __init__(self, memory: MemoryTimeline, direction: Direction) -> None:
@@ -135,7 +135,7 @@ class Walk:
         self.deps = _mirrored(deps) if later else deps
         self.queues = queues.mirrored() if later else queues
         self.later = later
-        self.line = _Order(MemoryTimeline(schedule, check=ctx.check_memory), direction)
+        self.line = _DirectedOrder(MemoryTimeline(schedule, check=ctx.check_memory), direction)
         self.report = PassReport(name)
         count = len(schedule.nodes)
         # Clocks before each position: `busy` without stalls at waits, `clock` with them, valid up to `walked`.
@@ -270,7 +270,7 @@ class Walk:
         reason, about = stop
         name = self._name(opening)
         if self.later:
-            reason = _SEEN_FROM_THE_END.get(reason, reason)
+            reason = _NAMES_FOR_WAITS.get(reason, reason)
         self.report.because(name, reason, "" if about is None else self._name(about))
         moved = origin - line.position[opening]
         if moved:
