@@ -61,8 +61,8 @@ def _in_order(op: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal entered
-        order = None if entered else _order(args)
-        if order is None or (rule is None and order == sorted(order)):
+        order = None if entered else _order(args, trusted=rule is not None)
+        if order is None:
             return NotImplemented if rule is None else rule(*args, **kwargs)
         if order != sorted(order):
             shape = torch.broadcast_shapes(*(arg.shape for arg in args if _has_dims(arg)))
@@ -80,12 +80,17 @@ def _in_order(op: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
     return call if rule is None else wraps(rule)(call)
 
 
-def _order(args: tuple[Any, ...]) -> list[int] | None:
-    """Return the dims of eager's result in memory order; None if all arguments have the same shape and strides."""
+def _order(args: tuple[Any, ...], trusted: bool) -> list[int] | None:
+    """The dims of eager's result as they follow in memory; None where all arguments, and so the result, agree.
+
+    trusted: whether the result agrees then, also where the arguments are not contiguous.
+    """
     tensors = [arg for arg in args if _has_dims(arg)]
-    if len(tensors) < 2 or all(
-        arg.shape == tensors[0].shape and arg.stride() == tensors[0].stride() for arg in tensors
-    ):
+    if not tensors:
+        return None
+    first = tensors[0]
+    agree = all(arg.shape == first.shape and arg.stride() == first.stride() for arg in tensors)
+    if agree and (trusted or first.is_contiguous()):
         return None
     shape = torch.broadcast_shapes(*(arg.shape for arg in tensors))
     with disable_proxy_modes_tracing():

@@ -208,7 +208,9 @@ def test_results_of_broken_up_ops_have_eagers_strides():
         aten = torch.ops.aten
         yield torch.div(y, rows[:, None], rounding_mode="floor")
         yield torch.div(z, y, rounding_mode="trunc")
+        yield torch.div(torch.stack([z, z])[:, :, ::2], y[:, ::2], rounding_mode="floor")
         yield torch.copysign(rows[:, None], y)
+        yield torch.copysign(y, rows[0])
         yield torch.logical_and(rows[:, None], y)
         yield torch.xlogy(more, x.t().abs().t())
         yield torch.logaddexp(more, y.t())
