@@ -43,7 +43,7 @@ class Context:
     budget_bytes: int | None = None
     peak_increase: float = 0.25
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
-    reorder_collectives: bool = False  # let a start pass independent ones of its group, where that pays
+    reorder_collectives: bool = False  # let a start pass independent starts of its group, where that pays off
     overlap_margin: float = 1.0
     effort: int = 40_000  # replays that a search may use, about 0.02 ms each; long replays count more
     stop_after: str | None = None  # "PASS" or "PASS:MOVES"; see bisect.py

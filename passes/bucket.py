@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.bucket_cuts import cuts, in_order
-from overlapc.passes.bucket_round import Alike, Partition, Round
+from overlapc.passes.bucket_round import BucketKind, Partition, Round
 from overlapc.passes.judge import cost, keep_if_better
 from overlapc.schedule.collective_kinds import several_in_one
 from overlapc.schedule.model import Schedule
@@ -55,7 +55,7 @@ class _Merged:
         report, joined = PassReport("bucket", counted=True), False
         comms = [node.comm for node in schedule.starts() if node.comm and not node.mutates]
         kinds = dict.fromkeys(
-            Alike.of(comm) for comm in comms if comm.unit and several_in_one(comm.collective, comm.via)
+            BucketKind.of(comm) for comm in comms if comm.unit and several_in_one(comm.collective, comm.via)
         )
         for kind in sorted(kinds, key=lambda kind: ROUNDS.index(kind.collective)):
             round_ = Round(schedule, ctx, kind, partition, report)

@@ -95,7 +95,7 @@ class _Window:
         return cls(window, positions.index(at), members, ctx, BucketCost(ctx, members[0]))
 
     def best_cuts(self, most_nodes: int) -> frozenset[int]:
-        """Return the indices of members that begin a new bucket: adds the best cut until no cut helps."""
+        """Return the indices of members that should begin a new bucket: the best cut is added until none helps."""
         begins: frozenset[int] = frozenset()
         best = cost(self.schedule, self.ctx)
         step = -(-len(self.members) // MOST_PLACES)

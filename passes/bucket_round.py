@@ -31,7 +31,7 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class BucketKind:
     """The properties that all collectives of one bucket share; in short, their kind."""
 
     collective: str
@@ -41,7 +41,7 @@ class Alike:
     via: str
 
     @classmethod
-    def of(cls, comm: Comm) -> Alike:
+    def of(cls, comm: Comm) -> BucketKind:
         dtype = comm.dtype if one_dtype(comm.collective, comm.via) else ""
         return cls(comm.collective, comm.group, dtype, comm.size, comm.via)
 
@@ -50,19 +50,19 @@ class Round:
     """Merges the collectives of one kind. Nodes are positions."""
 
     def __init__(
-        self, schedule: Schedule, ctx: Context, alike: Alike, partition: Partition, report: PassReport
+        self, schedule: Schedule, ctx: Context, kind: BucketKind, partition: Partition, report: PassReport
     ) -> None:
         self.schedule = schedule
         self.nodes = schedule.nodes
         self.ctx = ctx
-        self.alike = alike
+        self.kind = kind
         self.partition = partition
-        self.forward = KINDS[alike.collective].brings_inputs
+        self.forward = KINDS[kind.collective].brings_inputs
         self.joined = False  # whether a run has collectives of more than one unit
         self.report = report
         self.place = Places(schedule, ctx, report, forward=self.forward).place
         starts = ((at, node) for at, node in enumerate(self.nodes) if node.kind is Kind.START and not node.mutates)
-        self.ours = [at for at, node in starts if node.comm is not None and Alike.of(node.comm) == alike]
+        self.ours = [at for at, node in starts if node.comm is not None and BucketKind.of(node.comm) == kind]
         self.cost = BucketCost(ctx, self.nodes[self.ours[0]])
 
     def run(self) -> Schedule:

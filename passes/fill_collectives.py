@@ -3,9 +3,9 @@
     a = kernel(x) : 50us; rs = reduce_scatter(a) @dp : 40us; s = wait(rs); y = kernel(s) : 9us; b = kernel(x) : 50us
  -> a = kernel(x) : 50us; rs = reduce_scatter(a) @dp : 40us; b = kernel(x) : 50us; s = wait(rs); y = kernel(s) : 9us
 
-The priority is (first collective that a node blocks, original position), the clock that of the simulator with late
-collectives (`overlap_margin`). Not one of the default passes: `refine` finds shorter steps without it. While the most
-urgent node would have to wait for a collective, ready compute that is needed later runs:
+Nodes are ranked by (first collective that a node blocks, original position), and times are those of the simulator with
+late collectives (`overlap_margin`). Not one of the default passes: `refine` finds shorter steps without it. While the
+most urgent node would have to wait for a collective, ready compute that is needed later runs:
 
 - A collective that has not begun when a kernel is issued begins after that kernel (if the profile says so). Therefore
   the shortest ready kernel runs first.
@@ -126,14 +126,14 @@ class Fill:
             return min(((self.costs.ns[at], at) for at in ready if self.costs.ns[at] > 0), default=self.ready[0])[1]
         return self.ready[0][1]
 
-    # Placing it
+    # Placing a node
 
     def _make_room(self, at: int) -> None:
         """Run postponed nodes that free memory if `at` would exceed the limit."""
         while self.memory.live + self.life.allocates[at] + self.life.scratch[at] > self.limit:
-            kept = [each for _, each in self.ready[:LOOKED_AT] if each != at and not self.done[each]]
+            postponed = [node for _, node in self.ready[:LOOKED_AT] if node != at and not self.done[node]]
             freed_bytes, first = max(
-                ((self.memory.frees(each) - self.life.allocates[each], -each) for each in kept), default=(0, 0)
+                ((self.memory.frees(node) - self.life.allocates[node], -node) for node in postponed), default=(0, 0)
             )
             if freed_bytes <= 0:
                 return

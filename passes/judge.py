@@ -21,7 +21,7 @@ def cost(schedule: Schedule, ctx: Context) -> tuple[float, float]:
 def keep_if_better(
     schedule: Schedule, moved: Schedule, ctx: Context, report: PassReport
 ) -> tuple[Schedule, PassReport]:
-    """Return `moved`, or `schedule` if `moved` is slower in the simulator or exceeds the memory limit."""
+    """Return `moved`, or `schedule`, and why, if `moved` is slower in the simulator or exceeds the memory limit."""
     if moved is schedule:
         return schedule, report
     if analyze(moved).peak_bytes > ctx.limit_bytes(schedule):

@@ -104,17 +104,17 @@ class Search:
         self.collectives = sorted({at for pair in schedule.started.items() for at in pair})
         self.compute = [at for at, node in enumerate(schedule.nodes) if node.kind in COMPUTE and ns_of(node) > 0]
         self.alike = _alike(schedule)
-        self.random = random.Random(seed)  # only `random()`, which every Python draws alike
+        self.random = random.Random(seed)  # only its `random()`, which is the same in every Python version
         self.repeats: list[tuple[int, int]] = []  # (node, distance) of moves to try next
         self.most_moves = ctx.most_moves
         count = len(self.collectives) + len(self.compute)
         self.replays_left = ctx.effort
         self.most_blocks = self.order.blocks_replayed + BLOCKS_PER_REPLAY * ctx.effort
-        self.replays_in_round = count * min(EFFORT_PER_NODE, 4 * count)  # few nodes have few places
+        self.replays_in_round = count * min(EFFORT_PER_NODE, 4 * count)  # few nodes have few different moves
         self.now = _Times.of(self.order.timings)
         self.made = 0
         self.best_cost = self.now.cost if self._is_final() else (inf, inf)
-        self._best: list[int] | None = None  # the order that made the step shorter last
+        self._best: list[int] | None = None  # the order of `best_cost`; None if no move led to it
 
     @property
     def best(self) -> list[str] | None:
@@ -202,7 +202,7 @@ class Search:
 
 
 def _explain(report: PassReport, before: Schedule, after: Schedule) -> None:
-    """Report how far nodes moved, and for starts and waits that moved, what they could not pass."""
+    """Report how far nodes moved, and why starts and waits that moved did not move further."""
     deps = dependencies.of(after)
     computing = list(accumulate((node.kind in COMPUTE and ns_of(node) > 0 for node in after.nodes), initial=0))
     for at, node in enumerate(after.nodes):

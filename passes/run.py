@@ -62,10 +62,10 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
         )
     if budget is None or not passes:
         return _result(schedule, ctx, run_passes(schedule, ctx, passes))
-    return _Within(schedule, replace(ctx, final_bytes=budget), passes, budget).shortest()
+    return _BudgetPlans(schedule, replace(ctx, final_bytes=budget), passes, budget).shortest()
 
 
-class _Within:
+class _BudgetPlans:
     """Plans of a schedule that fit into a budget.
 
     With more memory, or more effort, passes find another order, which is not always shorter. Therefore plans are made
@@ -80,7 +80,7 @@ class _Within:
         self.last = names.index("share_launches") if "share_launches" in names else len(names)
         self.search = names.index("refine", 0, self.last) if "refine" in names[: self.last] else self.last
         self.plans: dict[int, Result] = {}  # by limit
-        self.shortest_ns = inf  # by the rules alone
+        self.shortest_ns = inf  # the shortest step so far in the order before the search
 
     def shortest(self) -> Result:
         """Return the shortest plan that fits; of equally short plans, the one for the lowest limit."""
@@ -102,16 +102,16 @@ class _Within:
         return self._continued(fitting[limit], ctx, self.passes[self.last :])
 
     def _plan(self, limit: int) -> bool:
-        """Plan for a limit. Return whether a larger one may help: in the order before the search, the step is shorter
+        """Plan for a limit. Return whether a larger limit may help: in the order before the search, the step is shorter
         than with smaller limits, or memory keeps a collective exposed.
 
-        The order after the search is not asked: more effort would then end the series of limits earlier.
+        The order after the search does not count: more effort would then end the series of limits earlier.
         """
         ctx = replace(self.ctx, budget_bytes=limit, dump=None, stop_after=None)
-        ruled = _result(self.schedule, ctx, run_passes(self.schedule, ctx, self.passes[: self.search]))
-        self.plans[limit] = self._continued(ruled, ctx, self.passes[self.search : self.last])
-        before_ns, self.shortest_ns = self.shortest_ns, min(self.shortest_ns, ruled.after.step_ns)
-        exposed = (row for row in ruled.collectives if row.exposed_after_ns)
+        unsearched = _result(self.schedule, ctx, run_passes(self.schedule, ctx, self.passes[: self.search]))
+        self.plans[limit] = self._continued(unsearched, ctx, self.passes[self.search : self.last])
+        before_ns, self.shortest_ns = self.shortest_ns, min(self.shortest_ns, unsearched.after.step_ns)
+        exposed = (row for row in unsearched.collectives if row.exposed_after_ns)
         return self.shortest_ns < before_ns or any(Reason.MEMORY in row.causes for row in exposed)
 
     def _continued(self, plan: Result, ctx: Context, passes: Passes) -> Result:

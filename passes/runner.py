@@ -25,13 +25,13 @@ def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
     Raise ConfigError for an unknown name, a failed import, or an object that cannot be called as a pass.
     """
     chosen: list[tuple[str, Pass]] = []
-    for each in ORDER if passes is None else passes:
-        if isinstance(each, str) and each in REGISTERED:
-            chosen.append((each, REGISTERED[each]))
-        elif isinstance(each, str) and ":" not in each:
-            raise ConfigError(unknown_name("pass", each, REGISTERED))
+    for choice in ORDER if passes is None else passes:
+        if isinstance(choice, str) and choice in REGISTERED:
+            chosen.append((choice, REGISTERED[choice]))
+        elif isinstance(choice, str) and ":" not in choice:
+            raise ConfigError(unknown_name("pass", choice, REGISTERED))
         else:
-            chosen.append(_checked(_imported(each) if isinstance(each, str) else each))
+            chosen.append(_checked(_imported(choice) if isinstance(choice, str) else choice))
     return tuple(chosen)
 
 
@@ -44,19 +44,19 @@ def _imported(path: str) -> Pass:
     """Import the function that `package.module:function` names."""
     module, _, name = path.partition(":")
     try:
-        found: Pass = getattr(importlib.import_module(module), name)
+        pass_fn: Pass = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"passes: cannot import {path}: {error}; is its folder on PYTHONPATH?") from None
-    return found
+    return pass_fn
 
 
-def _checked(given: Pass) -> tuple[str, Pass]:
-    name = getattr(given, "__name__", type(given).__name__)
+def _checked(pass_fn: Pass) -> tuple[str, Pass]:
+    name = getattr(pass_fn, "__name__", type(pass_fn).__name__)
     try:
-        inspect.signature(given).bind(None, None)
+        inspect.signature(pass_fn).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"passes: {name} is not a pass ({error}); a pass is {_SIGNATURE}") from None
-    return name, given
+    return name, pass_fn
 
 
 def run_passes(
@@ -66,11 +66,12 @@ def run_passes(
     last, moves = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
     reports: list[PassReport] = []
     current = schedule
-    for number, (name, each) in enumerate(passes, 1):
+    for number, (name, pass_fn) in enumerate(passes, 1):
         if ctx.dump is not None:
             ctx.dump(f"{number:02}_{name}.before", str(current))
         begin = time.perf_counter()
-        moved, report = _call(name, each, current, dataclasses.replace(ctx, most_moves=moves) if name == last else ctx)
+        limited = dataclasses.replace(ctx, most_moves=moves) if name == last else ctx
+        moved, report = _call(name, pass_fn, current, limited)
         if name == last and moves is not None and not report.counted:
             moved = first_moves(current, moved, moves)
         report.seconds = time.perf_counter() - begin
@@ -94,10 +95,10 @@ def run_passes(
     return current, tuple(reports)
 
 
-def _call(name: str, each: Pass, schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
+def _call(name: str, pass_fn: Pass, schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """Call a pass. Raise ScheduleError, with its name, for an illegal move or a result of another type."""
     try:
-        result: Any = each(schedule, ctx)
+        result: Any = pass_fn(schedule, ctx)
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
     match result:

@@ -161,7 +161,7 @@ class Sink:
                 self._let_go(wait)
 
     def _let_go(self, wait: int) -> None:
-        """Called when a held wait becomes hidden, and when it is placed, which removes it from `hidden`."""
+        """Remove a placed wait from `hidden`. Called when a wait is placed, and when it becomes hidden."""
         at = bisect.bisect_left(self.hidden, wait)
         if wait not in self.waits and at < len(self.hidden) and self.hidden[at] == wait:
             del self.hidden[at]

@@ -130,7 +130,7 @@ class Walk:
         self.schedule = schedule
         self.limit = limit_bytes
         self.most_moves = ctx.most_moves
-        self.reorder = ctx.reorder_collectives and not later  # waits have no order among each other to change
+        self.reorder = ctx.reorder_collectives and not later  # waits have no order that may change
         deps, queues = dependencies.of(schedule), Queues.of(schedule, timeline, ctx.overlap_margin)
         self.deps = _mirrored(deps) if later else deps
         self.queues = queues.mirrored() if later else queues
@@ -194,7 +194,7 @@ class Walk:
 
     def _earliest_of(self, opening: int) -> float:
         room_ns = CARRIED_SHARE * self._collective_ns(opening)
-        later = [-before for before in self.deps.preds[opening]]  # a heap: the lowest of them first
+        later = [-before for before in self.deps.preds[opening]]  # a heap: the last of them first
         heapq.heapify(later)
         seen = set(later)
         while later:
