@@ -231,7 +231,8 @@ def test_addcdiv_of_float32_rounds_no_quotient_of_low_precision():
     x, a = torch.randn(50), torch.randn(50).bfloat16()
 
     def function(x, a):
-        return torch.addcdiv(x, a, a.abs() + 1, value=2), torch.add(x, torch.mul(torch.div(a, a + 3), 2))
+        added = torch.addcdiv(x, a, a.abs() + 1, value=2)
+        return added, torch.add(x, torch.mul(torch.div(a, a + 3), 2))
 
     for found, expected in zip(compiled(function)(x, a), function(x, a), strict=True):
         assert torch.equal(found, expected)
