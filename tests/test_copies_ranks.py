@@ -159,10 +159,10 @@ def test_a_rank_without_memory_to_share_stops_all_with_its_name_or_leaves_all_to
     told = values_on_ranks(out_of_memory, 2, str(tmp_path))
     assert told[0] == told[1]
     error, why, right = told[0]
-    assert "rank 1: no " in error
+    assert "rank 1: cannot allocate " in error
     assert "to share with other ranks" in error
     assert "hint: options={" in error
-    assert why.startswith("rank 1: no ")
+    assert why.startswith("rank 1: cannot allocate ")
     assert right
 
 
