@@ -1,13 +1,13 @@
-"""Compile time of small Hugging Face models of many architectures, cold: ours beside Inductor's, fresh processes.
+"""Cold compile times of small Hugging Face models of many architectures, ours beside Inductor's, in fresh processes.
 
     python benchmarks/architectures.py                                  # all models of tests/models, float32, CPU
     python benchmarks/architectures.py --jobs 8                         # eight models at a time
     python benchmarks/architectures.py --models bert,t5 --profile FILE  # cProfile: FILE.bert.overlapc, ...
 
-The time is that of the first forward and backward with empty cache folders: tracing, the compiler with its imports, the
-C++ compiler that both of them start, and one run of the step. `cpu s` is the CPU time of the process and its children,
-which other work on the machine disturbs less than the wall time. Building the model does not count. Of each model both
-systems run one after the other. The last column compares the losses of both with eager's.
+Timed is the first forward and backward with empty cache folders: tracing, the compiler with its imports, the C++
+compiler that both systems start, and one run of the step. `cpu s` is the CPU time of the process and its children,
+which other work on the machine disturbs less than wall time. Building the model does not count. For each model the two
+systems run one after the other. The last column compares both losses with eager's.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def main() -> None:
 
 
 def both(model: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What each system took."""
+    """Measure `model` under each system; return the results by system."""
     by: dict[str, dict[str, Any]] = {}
     for system in SYSTEMS:
         by[system] = run(model, system, args)
-        print(f"{model} {system}: {by[system]}", file=sys.stderr, flush=True)  # at once: a later one may be cut off
+        print(f"{model} {system}: {by[system]}", file=sys.stderr, flush=True)  # at once: a later run may be cut off
     return by
 
 
 def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """A row for each model that both systems compiled, and the sum of those."""
+    """Print a row for each model that both systems compiled, their sum, and the failures."""
     whole = {model: by for model, by in results.items() if not any("failed" in found for found in by.values())}
     rows = [row(model, [by]) for model, by in whole.items()]
     if whole:
@@ -66,7 +66,7 @@ def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
 
 
 def row(name: str, added: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
-    """Seconds of both systems, added up over these models, and their ratio."""
+    """Return a table row: seconds of both systems, added up over these models, and their ratio."""
     cells = [name]
     for field in ("cpu_s", "first_s"):
         ours, theirs = (sum(by[system][field] for by in added) for system in SYSTEMS)
@@ -86,14 +86,14 @@ def arguments() -> argparse.Namespace:
 
 
 def models() -> list[str]:
-    """All of them."""
+    """Return the names of all models."""
     from tests.models.test_huggingface import MODELS
 
     return list(MODELS)
 
 
 def run(model: str, system: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One process with empty caches."""
+    """Run `model` under `system` in one process with empty caches; return its results."""
     with tempfile.TemporaryDirectory(prefix="architectures") as folder:
         command = [sys.executable, __file__, "--worker", system, "--models", model]
         command += ["--profile", f"{args.profile}.{model}.{system}"] if args.profile else []
@@ -110,7 +110,7 @@ def run(model: str, system: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(system: str, name: str, profile: str | None) -> dict[str, Any]:
-    """The first step of a model, in this process."""
+    """Measure the first step of a model in this process."""
     import torch
 
     from overlapc.report.captures import CAPTURES

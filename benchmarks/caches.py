@@ -1,4 +1,4 @@
-"""Variables for processes whose caches lie in a folder of their own: empty for a cold start, kept for a warm one."""
+"""Environment variables for a process with its own cache folder: empty for a cold start, filled for a warm start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def environment_with_caches(folder: Path) -> dict[str, str]:
-    """This process's variables, with the caches of overlapc, Inductor and Triton in `folder`."""
+    """Return this process's environment variables, with the caches of overlapc, Inductor and Triton set to `folder`."""
     root = Path(__file__).resolve().parents[1]
     return {
         **os.environ,

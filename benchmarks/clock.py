@@ -1,11 +1,11 @@
-"""How a GPU's clock follows its load, and what that does to matmuls, attention and copies.
+"""Measure how a GPU's clock follows its load, and how that changes the time of matmuls, attention and copies.
 
     python benchmarks/clock.py                  # about a minute on one GPU
     python benchmarks/clock.py --only layer
 
-A GPU that draws more power than it may lowers its clock. Each pattern below is a loop of calls, run for about a second
-after a pause; spinning kernels of a known number of cycles between the calls tell the clock at that moment. Printed
-are the clock over time, the power, and how long each call took at first and at last.
+A GPU lowers its clock at its power limit. Each pattern below is a loop of calls, run for about a second after a pause;
+spinning kernels of a known number of cycles between the calls measure the clock at that moment. The output has the
+clock over time, the power, and the duration of each call in the first and in the last rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from overlapc.estimators.calibration.profiled_contention import Span, kernels_of
 _PROBE_CYCLES = 20_000  # about ten microseconds
 _MOMENTS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 PROBE = "probe"
-_AT_LAST = 0.6  # the part of a pattern after which its state counts as settled
+_AT_LAST = 0.6  # fraction of a pattern's duration after which its state counts as settled
 _IDLE_CYCLES_PER_S = 1.7e9
 _POWER_CAP = 0x4  # NVML's bit for "the clock is low because of the power limit"
 
@@ -43,8 +43,8 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A loop of named calls; "probe" is a look at the clock. `idle_s`: a pause of the device, a spinning thread, at the
-    end of each round."""
+    """A loop of named calls; "probe" measures the clock. `idle_s`: a pause at the end of each round, in which only one
+    thread of the device spins."""
 
     name: str
     calls: Sequence[str]
@@ -56,7 +56,7 @@ class Pattern:
 
 @dataclass
 class Power:
-    """What NVML says meanwhile, sampled by a thread: (moment s, energy mJ, clock MHz, reasons for a low clock)."""
+    """A thread that samples NVML within a `with` block: (moment s, energy mJ, clock MHz, reasons for a low clock)."""
 
     samples: list[tuple[float, int, int, int]] = field(default_factory=list)
 
@@ -86,21 +86,21 @@ class Power:
             self.samples.append((time.perf_counter(), energy.value, mhz.value, why.value))
 
     def watts(self) -> float | None:
-        """Over the last part of the samples."""
+        """Mean power over the last part of the samples."""
         last = self.samples[int(_AT_LAST * len(self.samples)) :]
         if len(last) < 2:
             return None
         return (last[-1][1] - last[0][1]) / 1e3 / (last[-1][0] - last[0][0])
 
     def capped(self) -> float | None:
-        """The share of samples in which the power limit held the clock down."""
+        """Share of samples in which the power limit lowered the clock."""
         return statistics.mean(bool(each[3] & _POWER_CAP) for each in self.samples) if self.samples else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each pattern")
-    parser.add_argument("--only", default="", help="patterns whose names hold this")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each pattern")
+    parser.add_argument("--only", default="", help="only patterns whose name contains this")
     parser.add_argument("--out", type=Path, help="folder for clock.json")
     args = parser.parse_args()
     calls = made_calls()
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def made_calls() -> dict[str, Call]:
-    """Matmuls and attention of a Llama-8B layer at 4096 tokens, and a copy, over random numbers."""
+    """Return matmuls and attention of a Llama-8B layer at 4096 tokens, and a copy, on random numbers."""
 
     def random(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(size, device="cuda") * scale).bfloat16()
@@ -190,10 +190,10 @@ def patterns() -> Sequence[Pattern]:
 
 
 def run(pattern: Pattern, calls: Mapping[str, Call], alone: Mapping[str, float], seconds: float) -> dict[str, Any]:
-    """One pattern, after a pause."""
+    """Run one pattern after a pause; return what was measured."""
     round_s = sum(alone.get(name, 0.0) for name in pattern.calls) / 1e9 + pattern.idle_s
     rounds = max(3, int(seconds / round_s))
-    every = max(1, int(2e-3 / round_s))  # a probe each two milliseconds is enough
+    every = max(1, int(2e-3 / round_s))  # one probe every two milliseconds is enough
     probed = {**calls, PROBE: partial(torch.cuda._sleep, _PROBE_CYCLES)}
     idle_cycles = int(pattern.idle_s * _IDLE_CYCLES_PER_S)
     regular = not idle_cycles and PROBE not in pattern.calls
@@ -230,15 +230,15 @@ def run(pattern: Pattern, calls: Mapping[str, Call], alone: Mapping[str, float],
 
 
 def at_moment(clocks: Sequence[tuple[float, float]], moment: float) -> list[float]:
-    """The clocks around a moment; the nearest if there is none."""
+    """Return the clocks measured around a moment, or the nearest one if there are none."""
     near = [mhz for at, mhz in clocks if 0.8 * moment <= at <= 1.2 * moment]
     return near or [min(clocks, key=lambda each: abs(each[0] - moment))[1]]
 
 
 def call_times(spans: Sequence[Span]) -> dict[str, tuple[float, float]]:
-    """Of each run of equal kernels in a round: microseconds of one in the first and in the last rounds.
+    """Return, for each run of equal kernels in a round, microseconds per kernel in the first and in the last rounds.
 
-    A round launches the same kernels each time; nothing where the profiler lost some.
+    Every round launches the same kernels; the result is empty if the profiler lost some.
     """
     work = [span for span in spans if not span.is_mark and not span.name.startswith("Memset")]
     names = [span.name for span in work]

@@ -1,17 +1,17 @@
-"""Compile time of a Llama, cold and warm, ours beside Inductor's: fresh processes, systems alternating.
+"""Cold and warm compile times of a Llama, ours beside Inductor's, in fresh processes, systems alternating.
 
     python benchmarks/compile_time.py                                  # small width, CPU
     python benchmarks/compile_time.py --device cuda --model 8b         # Llama-8B shape, 8 layers, one GPU
 
-*cold*: the first forward + backward with an empty cache folder; *warm*: the same in the next process, with what the
-first left there; wall time, and CPU time of the process with its children, which other work on the machine disturbs
-less. Both hold tracing, the compiler's own imports and one run of the step; building the model, moving it and the
-device's start do not count. Where Python keeps no bytecode (`PYTHONDONTWRITEBYTECODE`), half of the imports is
-compiling them: unset it and set `PYTHONPYCACHEPREFIX` to a folder to have the warm start find bytecode. `eager`
-(Dynamo alone) and `aot_eager` (Dynamo + AOTAutograd) are floors: what torch needs before a backend is asked. The last
-columns are counts: graphs that Dynamo traced, kernels that were compiled, and steps (ours) or graphs (Inductor) that
-came whole from the compiler's cache. `--breakdown` samples the stack, of all systems alike, and says how much went to
-imports, Dynamo, AOTAutograd, the compiler and the step itself.
+*cold* is the first forward + backward with an empty cache folder, *warm* the same in the next process with the cache
+that the first one filled: wall time, and CPU time of the process with its children, which other work on the machine
+disturbs less. Both include tracing, the compiler's own imports and one run of the step, but not building the model,
+moving it and starting the device. Where Python writes no bytecode (`PYTHONDONTWRITEBYTECODE`), half of the import time
+is compiling source: unset the variable and set `PYTHONPYCACHEPREFIX` to a folder, so that the warm start finds
+bytecode. `eager` (Dynamo alone) and `aot_eager` (Dynamo + AOTAutograd) are floors: the time of torch itself before the
+backend is called. The last columns count graphs that Dynamo traced, kernels that were compiled, and steps (ours) or
+graphs (Inductor's) that came whole from the compiler's cache. `--breakdown` samples the stacks of all systems and
+prints the time of imports, Dynamo, AOTAutograd, the compiler and the step itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
                 for system in systems:
                     found = run(system, phase, Path(folder) / system, args)
                     seconds.setdefault((system, phase), []).append(found)
-                    # At once: a run that is cut off later has told this much.
+                    # At once: if the run is cut off later, this much is known.
                     print(f"{system} {phase}: {found['first_s']:.2f} s, {found['phases']}", file=sys.stderr, flush=True)
     rows = []
     for system in systems:
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def print_phases(seconds: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    """Where the time of the last round went."""
+    """Print the time of the last round by phase."""
     found = [(system, phase, runs[-1]) for (system, phase), runs in seconds.items()]
     rows = [[system, phase, *run["phases"].values(), run["first_s"]] for system, phase, run in found]
     print("\nseconds by phase\n" + tabulate(rows, ["system", "", *PHASES, "together"], floatfmt=".2f"))
@@ -100,18 +100,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=("small", "8b"), default="small", help="width: 256, or Llama-8B's 4096")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=1, help="pairs of cold and warm, each with new folders")
-    parser.add_argument("--systems", default="overlapc,inductor", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--rounds", type=int, default=1, help="pairs of cold and warm starts, each with new folders")
+    parser.add_argument("--systems", default="overlapc,inductor", help=f"some of {', '.join(SYSTEMS)}")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds a process may take")
     parser.add_argument("--profile", type=Path, help="write cProfile files PROFILE.<system>.<phase>")
-    parser.add_argument("--breakdown", action="store_true", help="say by sampling what the time went to")
-    parser.add_argument("--precompile", action="store_true", help="torch keeps guards and bytecode, and traces once")
+    parser.add_argument("--breakdown", action="store_true", help="sample stacks and print the time of each phase")
+    parser.add_argument("--precompile", action="store_true", help="let torch cache guards and bytecode")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def run(system: str, phase: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One process of one system over the cache folders of that system."""
+    """Run one process of `system` with that system's cache folders; return its results."""
     given = {**environment_with_caches(cache), "TORCH_CACHING_PRECOMPILE": str(int(args.precompile))}
     command = [sys.executable, __file__, "--worker", system]
     for name in ("device", "model", "layers", "seq"):
@@ -127,7 +127,7 @@ def run(system: str, phase: str, cache: Path, args: argparse.Namespace) -> dict[
 
 
 def measure(system: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The first step and an ordinary one, in this process."""
+    """Measure the first step and a later one in this process."""
     import torch
 
     from overlapc.launch.llama import Llama, LlamaConfig
@@ -160,7 +160,7 @@ def measure(system: str, args: argparse.Namespace) -> dict[str, Any]:
         watched = cProfile.Profile()
     began, cpu_began = time.perf_counter(), sum(os.times()[:4])
     with watched:
-        compiled = torch.compile(model, backend=system, fullgraph=True)  # imports the backend, some of them
+        compiled = torch.compile(model, backend=system, fullgraph=True)  # some backends are imported here
         step()
     first = time.perf_counter() - began
     cpu = sum(os.times()[:4]) - cpu_began

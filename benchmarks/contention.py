@@ -1,11 +1,11 @@
-"""How much a running collective slows compute, and compute the collective: measured, beside what the profile says.
+"""Measure how much collectives and compute slow each other, beside the prediction of the profile.
 
     torchrun --nproc-per-node 4 benchmarks/contention.py --profile h200-nvlink         # under a minute on 4 GPUs
     torchrun --nproc-per-node 4 benchmarks/contention.py --profile out/h200-nvlink.json --channels 0,16
 
-The shapes are those of Llama-8B steps and not the ones to which `overlapc calibrate` fits its model. Only kernels that
-had a collective beside them throughout count; *points* are hundredths of the time alone. A case that no collective ran
-beside is an error.
+The shapes are those of Llama-8B steps, not those to which `overlapc calibrate` fits its model. Only kernels that a
+collective overlapped for their whole duration count; *points* are percent of the time alone. A case without such a
+kernel is an error.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.schedule.model import Comm, Kind, Node, Work
 
 MIB = 2**20
-_LONGEST_S = 100.0  # a run that takes longer prints where it stands, and ends
+_LONGEST_S = 100.0  # a run that takes longer prints its stacks and ends
 _NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-# MiB: longer than what runs beside them, as a collective that comes while a kernel runs waits for its last wave
+# MiB. They last longer than the kernels beside them, because a collective launched during a kernel waits for the
+# last wave of that kernel.
 COLLECTIVES = (("all_gather", "bf16", 1664), ("reduce_scatter", "fp32", 1664))
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A call, and the node that it would be in a schedule."""
+    """A call, and the node that represents it in a schedule."""
 
     node: Node
     make: Callable[[], Callable[[], Any]]
@@ -80,7 +81,7 @@ def main() -> None:
     dist.destroy_process_group()
     unseen = [f"{row['beside']} ({row['collective']} of {row['MiB']} MiB)" for row in found if row["slowed"] is None]
     if unseen:
-        raise SystemExit(f"rank {rank}: no collective ran all the time beside {', '.join(unseen)}")
+        raise SystemExit(f"rank {rank}: no collective overlapped the whole duration of {', '.join(unseen)}")
 
 
 def arguments() -> argparse.Namespace:
@@ -88,14 +89,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--profile", default="h200-nvlink", help="device profile: a name or a file")
     parser.add_argument(
         "--channels", type=lambda text: [int(each) for each in text.split(",")], default=[0],
-        help="of the collectives' process groups, separated by commas; 0: NCCL's choice",
+        help="NCCL channels of the process groups, separated by commas; 0: NCCL's choice",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder for contention.json")
     return parser.parse_args()
 
 
 def beside(comm: Comm, launch: Launch, profile: DeviceProfile, device: torch.device) -> list[dict[str, Any]]:
-    """Every subject beside one collective."""
+    """Measure every subject beside one collective."""
     clock = clock_for(device)
     alone_ns = agreed(collective_ns(clock, launch, calls_for(comm.bytes, clock)), device)
     start = Node("c", Kind.START, comm.collective, comm=comm)
@@ -130,7 +131,7 @@ def beside(comm: Comm, launch: Launch, profile: DeviceProfile, device: torch.dev
 
 
 def load(device: torch.device) -> Callable[[], None]:
-    """Work of 0.1 s, so that the device's clock is that of a training step."""
+    """Return a call that keeps the device busy for 0.1 s, so that its clock is that of a training step."""
     a = torch.randn(8192, 8192, device=device).bfloat16()
     out = torch.empty_like(a)
 
@@ -142,7 +143,7 @@ def load(device: torch.device) -> Callable[[], None]:
 
 
 def subjects(device: torch.device) -> Sequence[Subject]:
-    """Matmuls forward and backward, attention, and memory-bound kernels."""
+    """Return matmuls of forward and backward, attention, and memory-bound kernels."""
     products = [
         ("down", 4096, 14336, 4096), ("up, 2048 tokens", 2048, 4096, 14336), ("q, 2048 tokens", 2048, 4096, 4096),
         ("k, 8192 tokens", 8192, 4096, 1024), ("up, 1024 tokens", 1024, 4096, 14336), ("head", 4096, 4096, 32000),
@@ -156,7 +157,7 @@ def subjects(device: torch.device) -> Sequence[Subject]:
 
 
 def product(name: str, sizes: Sequence[int], transposed: bool, device: torch.device) -> Subject:
-    """rows x inner x columns; transposed: both as a weight's gradient has them, `grad.t() @ x`."""
+    """Return a matmul; sizes: rows, inner, columns; transposed: as `grad.t() @ x` for a weight's gradient."""
     rows, inner, columns = sizes
 
     def make() -> Callable[[], Any]:
@@ -172,7 +173,7 @@ def product(name: str, sizes: Sequence[int], transposed: bool, device: torch.dev
 
 
 def attention(seq: int, backward: bool, device: torch.device) -> Subject:
-    """Causal, 32 heads that share 8 keys and values of width 128."""
+    """Return causal attention with 32 query heads and 8 key/value heads of width 128."""
 
     def make() -> Callable[[], Any]:
         query, key, value = (
@@ -192,7 +193,7 @@ def attention(seq: int, backward: bool, device: torch.device) -> Subject:
 
 
 def moved(name: str, elements: int, device: torch.device) -> Subject:
-    """a + b of so many fp32 elements, from memory and not from the cache: each time of other tensors."""
+    """Return `a + b` of `elements` fp32 elements, with other tensors at each call, so that none is in the cache."""
 
     def make() -> Callable[[], Any]:
         sets = 2 + cache_bytes(device) // (6 * elements)  # twice the cache

@@ -1,9 +1,9 @@
-"""Gathers, and reductions of gradients, by copies beside the process group's library.
+"""Time all-gathers and reductions of gradients by copies beside those of the process group's library (NCCL).
 
     torchrun --nproc_per_node 4 benchmarks/copies.py
 
-Compiled functions, so that a reduction holds all that it takes in a step: with the library a cast and a reduce-scatter
-in float32, by copies an exchange in bfloat16 and the kernel that adds up. Errors are against float64.
+The functions are compiled, so that a reduction includes all its work in a training step: with the library, a cast and a
+reduce-scatter in float32; by copies, an exchange in bfloat16 and the kernel that adds up. Errors are against float64.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Function = Callable[[Tensor], Tensor]
 
 
 def gathered(shard: Tensor) -> Tensor:
-    """All shards."""
+    """Return all ranks' shards, gathered."""
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, dist.get_world_size(), dist.group.WORLD.group_name))
 
 
 def reduced(grad: Tensor) -> Tensor:
-    """This rank's part of the mean, in float32."""
+    """Return this rank's part of the mean gradient, in float32."""
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(grad.float(), "avg", ranks, group))
 
@@ -42,7 +42,7 @@ def compiled(function: Function, transport: str) -> Function:
 
 
 def median_ms(work: Callable[[], object], times: int) -> float:
-    """Of a run in a row of them, as a rank's GPU takes it."""
+    """Return the median GPU time of one call of `work` on this rank, among `times` calls back to back."""
     for _ in range(3):
         work()
     found = []
@@ -60,7 +60,7 @@ def median_ms(work: Callable[[], object], times: int) -> float:
 
 
 def error(result: Tensor, grad: Tensor) -> float:
-    """The largest, of this rank's part."""
+    """Return the largest absolute error of this rank's part of the mean, against float64."""
     parts = torch.empty_like(grad)
     dist.all_to_all_single(parts, grad)
     exact = parts.view(dist.get_world_size(), -1).double().mean(0)
@@ -69,7 +69,7 @@ def error(result: Tensor, grad: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="of the whole, in bf16")
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="unsharded MiB of bf16")
     args = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

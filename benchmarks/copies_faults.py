@@ -1,11 +1,11 @@
-"""What becomes of a job whose collectives go by copies when a rank is killed or stopped while it trains.
+"""Kill or stop a rank of a training job whose collectives are copies, and see how the job ends.
 
     python benchmarks/copies_faults.py --device cuda --times 3
 
-Each time a small sharded model trains on 2 ranks (`--ranks`), and at a random moment the last one gets SIGKILL or
-SIGSTOP. The others have to end with an error that names it after the process group's timeout; what is shown is how long
-after the signal the last of them ended, and the message. Where there are fewer GPUs than ranks, ranks share them, over
-gloo.
+In each job a small sharded model trains on 2 ranks (`--ranks`), and at a random moment the last rank gets SIGKILL or
+SIGSTOP. After the process group's timeout, the other ranks have to end with an error that names this rank. The table
+shows the time from the signal until the last of them ended, and the message. With fewer GPUs than ranks, ranks share
+GPUs, over gloo.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ import overlapc
 from overlapc.launch.llama import Llama, LlamaConfig
 
 TIMEOUT_S = 8
-HANGS_S = 60.0  # after the signal
+HANGS_S = 60.0  # a rank that lives this long after the signal counts as hanging
 STEPS_BEFORE = 20
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def train(device_type: str, progress: Path) -> None:
-    """One rank, until something ends it."""
+    """Train on one rank until something ends the process."""
     rank = int(os.environ["RANK"])
     device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
@@ -66,7 +66,7 @@ def train(device_type: str, progress: Path) -> None:
 
 
 def one(device: str, how: str, ranks: int, dice: random.Random, folder: Path) -> tuple[float, str]:
-    """Seconds from the signal until the last survivor ended, and the error of the first of them."""
+    """Run one job; return the seconds from the signal until the last survivor ended, and rank 0's error."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -102,7 +102,7 @@ def one(device: str, how: str, ranks: int, dice: random.Random, folder: Path) ->
 
 
 def told(log: str) -> str:
-    """The line of a log that names what happened."""
+    """Return the line of a log that says what happened."""
     lines = [line for line in log.splitlines() if "has not" in line or "Error" in line]
     named = [line for line in lines if "has not" in line]
     return (named or lines or log.splitlines() or ["nothing"])[0][:160]
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--times", type=int, default=3, help="jobs of each kind (default: 3)")
+    parser.add_argument("--times", type=int, default=3, help="jobs for each signal (default: 3)")
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.progress is not None:

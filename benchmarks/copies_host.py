@@ -1,9 +1,9 @@
-"""What it costs the host to start a collective by copies: Python's part, without the calls of the device's driver.
+"""Measure the host time of starting a collective by copies: the Python part, without calls to the device driver.
 
     python benchmarks/copies_host.py
 
-A unit of nine tensors, as a Llama layer has, for eight ranks in one process; nothing is copied. `made anew` is what a
-start costs whose gradients lie elsewhere than in the step before, so that its commands have to be made again.
+One unit of nine tensors, as in a Llama layer, for eight ranks in one process; nothing is copied. `made anew` is the
+cost of a start whose gradients have other addresses than in the previous step, so that its commands must be rebuilt.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ RANKS, TENSORS, ROWS, RUNS = 8, 9, 1024, 500
 
 
 class Nowhere:
-    """A queue that forgets what it is given."""
+    """A queue that discards all commands."""
 
     def run(self, commands: Sequence[Command], run: Run) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def wait(self, done: None) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 def start_us(form: Form, *, anew: bool) -> float:
-    """Host time of one start, its wait and its release."""
+    """Return the host time in µs of one start with its wait and release; `anew`: the gradients move at every step."""
     size_bytes = 4 * ROWS * (RANKS if form is Form.GATHERED else 1)
     tensors = tuple(range(TENSORS))
     events: list[Event] = [*(Take(at, size_bytes) for at in tensors), Start(tensors), *map(Release, tensors)]
@@ -60,7 +60,7 @@ def start_us(form: Form, *, anew: bool) -> float:
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     rows = [
         (form.value, start_us(form, anew=False), start_us(form, anew=True))
         for form in (Form.GATHERED, Form.FROM_OTHERS, Form.EXCHANGED)

@@ -1,14 +1,14 @@
-"""The first training step of a sharded Hugging Face Llama, cold and warm: ours beside FSDP2 + compile by blocks.
+"""Time the first training step of a sharded Hugging Face Llama, cold and warm, beside FSDP2 + compile by blocks.
 
-    python benchmarks/first_step.py                                     # narrow, 2 ranks on CPU
-    python benchmarks/first_step.py --fake                              # the first of them alone, communicating nothing
+    python benchmarks/first_step.py                                     # a narrow model, 2 ranks on CPU
+    python benchmarks/first_step.py --fake                              # only the first rank, without communication
     python benchmarks/first_step.py --device cuda --wide                # 1B parameters, 2 GPUs
     python benchmarks/first_step.py --systems overlapc --breakdown      # where the time goes, by phase and by file
 
-*cold*: the first step with empty cache folders; *warm*: the same in the next processes, with what the first left there.
-Both begin when the model is sharded and on its device, and a collective and a product have run; they end with the
-optimizer's step. `cpu s` is what the first rank's process and its children used, which other work on the machine
-disturbs less. `eager` (FSDP2 without a compiler) is what a first step takes by itself.
+*cold* is the first step with empty cache folders, *warm* the same in new processes with the caches that the first ones
+filled. Both begin when the model is sharded and on its device, and after one collective and one matrix product; they
+end with the optimizer's step. `cpu s` is the CPU time of the first rank's process and its children, which other work on
+the machine disturbs less. `eager` (FSDP2 without a compiler) is the floor: a first step without compilation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def show(args: argparse.Namespace, found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    """Tables: seconds of each system, and where those of the last round went."""
+    """Print the seconds of each system and, for the last round, their breakdown."""
     last = next(iter(found.values()))[-1]
     print(f"{last['on']}, {args.nproc} ranks, {args.layers} layers, {last['parameters'] / 1e6:.0f}M parameters")
     medians = {
@@ -84,22 +84,22 @@ def show(args: argparse.Namespace, found: dict[tuple[str, str], list[dict[str, A
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks, one a GPU (default: %(default)s)")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks, one per GPU (default: %(default)s)")
     parser.add_argument("--fake", action="store_true", help="run the first rank alone, over torch's fake process group")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--wide", action="store_true", help="hidden size 2048 and batch 2 x 4096, as a 1B model has it")
-    parser.add_argument("--systems", default="overlapc,compile", help=f"of {', '.join(SYSTEMS)}")
-    parser.add_argument("--rounds", type=int, default=1, help="pairs of cold and warm, each with new folders")
+    parser.add_argument("--wide", action="store_true", help="a 1B model: hidden size 2048, batch 2 x 4096")
+    parser.add_argument("--systems", default="overlapc,compile", help=f"some of {', '.join(SYSTEMS)}")
+    parser.add_argument("--rounds", type=int, default=1, help="pairs of cold and warm starts, each with new folders")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds a process may take")
     parser.add_argument("--profile", type=Path, help="write cProfile files PROFILE.<system>.<start> of the first rank")
-    parser.add_argument("--breakdown", action="store_true", help="say by sampling what the time went to")
+    parser.add_argument("--breakdown", action="store_true", help="sample stacks and print the time of each phase")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def run(system: str, start: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The processes of one start of one system, over the cache folders of that system; what the first rank measured."""
+    """Run the ranks of one start of `system` with that system's cache folders; return the first rank's results."""
     folder.mkdir(exist_ok=True)
     given = {
         **environment_with_caches(folder),
@@ -133,7 +133,7 @@ def run(system: str, start: str, folder: Path, args: argparse.Namespace) -> dict
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The first step and an ordinary one, on this rank."""
+    """Measure the first step and a later one on this rank."""
     import torch
     import torch.distributed as dist
     from huggingface_models import CASES, sharded
@@ -172,7 +172,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    # Imports parts of torch, for two seconds, as compiling by blocks already has: they would count for one system only.
+    # Imports parts of torch, which takes two seconds. Compiling by blocks has already imported them, so that these
+    # seconds would count for one system only.
     torch.compile(nn.Identity(), backend="eager")
 
     sampled = Sampled(clock=time.perf_counter if args.device == "cuda" else time.process_time)

@@ -1,11 +1,12 @@
-"""Flex attention by our kernel beside Inductor's, and causal attention by torch's flash kernel: ms of each direction.
+"""Time flex attention by our kernel and Inductor's, and causal attention by torch's flash kernel; ms per direction.
 
     python benchmarks/flex_attention.py                        # one CUDA device; a table on stdout
-    python benchmarks/flex_attention.py --tiles                # our kernels of the causal case in other tiles, too
+    python benchmarks/flex_attention.py --tiles                # our kernels of the causal case in other tiles
     python benchmarks/flex_attention.py --shape 1,2,256,64 --systems overlapc  # a small one
 
-Medians of rounds in turn, of kernels back to back; `of Inductor` is our time over Inductor's. Sizes are batch, heads,
-length and width of a head, in bfloat16; "grouped" has a quarter of the heads for keys.
+Systems alternate; times are medians over rounds of calls back to back. `of Inductor` is a system's time over
+Inductor's. Sizes are batch, heads, sequence length and head width, in bfloat16; "grouped" has a quarter as many key
+heads.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ROUNDS, REPEATS = 7, 5
 
 
 def functions(case: str, length: int, heads: int) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-    """(score_mod, mask_mod)"""
+    """Return (score_mod, mask_mod) of a case."""
     documents = torch.arange(length, device="cuda") // (length // 5)
     slopes = torch.exp2(-8 * (torch.arange(heads, device="cuda") + 1) / heads)
     causal = lambda b, h, q, k: q >= k  # noqa: E731
@@ -57,7 +58,7 @@ def functions(case: str, length: int, heads: int) -> tuple[Callable[..., Any] | 
 
 
 def elapsed_ms(call: Callable[[], Any]) -> float:
-    """Of one call among some back to back, launches hidden."""
+    """Return the device time of one call among REPEATS calls back to back, with launches hidden."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(2_000_000)
     begin.record()
@@ -70,7 +71,7 @@ def elapsed_ms(call: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def alone(lock: str) -> Iterator[None]:
-    """Within, no other process that was given the same file takes times."""
+    """Inside the block, no other process with the same lock file takes times; "" disables locking."""
     if not lock:
         yield
         return
@@ -82,7 +83,7 @@ def alone(lock: str) -> Iterator[None]:
 def measured(
     case: str, shape: tuple[int, int, int, int], systems: list[str], lock: str = ""
 ) -> dict[str, tuple[float, float]]:
-    """(forward, backward) ms by system."""
+    """Return (forward, backward) in ms by system."""
     batch, heads, length, width = shape
     kv_heads = max(1, heads // 4) if case == "grouped" else heads
     sizes = [(batch, each, length, width) for each in (heads, kv_heads, kv_heads)]
@@ -127,7 +128,7 @@ BACKWARD = [(each, Tile(each.keys, each.queries, each.warps, each.stages)) for e
 
 
 def sweep(shape: tuple[int, int, int, int], lock: str) -> list[tuple[str, str, float]]:
-    """(function, tile, ms of its direction) of the causal kernels in other tiles, fastest first."""
+    """Return (kernel, tile, ms) of the causal kernels in other tiles, fastest first."""
     forward, backward = causal_ops(shape)
     tried = {}
     for part, op, tile in (
@@ -146,7 +147,7 @@ def sweep(shape: tuple[int, int, int, int], lock: str) -> list[tuple[str, str, f
     found = []
     with TemporaryDirectory() as folder:
         sources = [each[3] for each in tried.values()]
-        with contextlib.suppress(ToolchainError):  # of one; the others are compiled beside it
+        with contextlib.suppress(ToolchainError):  # one may fail; the others are compiled nevertheless
             TritonGenerator().load(sources, Path(folder))
         for part, op, tile, source in tried.values():
             try:
@@ -166,7 +167,7 @@ def sweep(shape: tuple[int, int, int, int], lock: str) -> list[tuple[str, str, f
 
 
 def causal_ops(shape: tuple[int, int, int, int]) -> list[Attention]:
-    """Forward and backward of causal attention, as they come to the generator."""
+    """Return the forward and backward ops of causal attention that the generator gets."""
     met: list[Attention] = []
 
     class Watched(TritonGenerator):
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--systems", default="overlapc/inductor/flash, causal")
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--lock", default="", help="file that only one of several processes holds while it takes times")
+    parser.add_argument("--lock", default="", help="lock file held while timing, so that processes take turns")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: tests/codegen/test_flex_attention.py runs these kernels without one")

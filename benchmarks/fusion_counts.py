@@ -1,11 +1,11 @@
-"""Generated kernels and bytes they move, beside Inductor's, for a Llama block and a BERT block.
+"""Count generated kernels and the bytes they move, beside Inductor's, for a Llama block and a BERT block.
 
     python benchmarks/fusion_counts.py                 # fp32 on CPU, Inductor as it fuses for C++
     python benchmarks/fusion_counts.py --device cuda --dtype bfloat16
 
-Counts what each compiler would launch: its own decompositions, partitioner and fusion, no code generated. Bytes are
-counted from each side's own index expressions: what a kernel reads and writes of every buffer outside it, once.
-Inductor splits a long reduction into two kernels while it lowers, we while we generate; neither split is counted.
+Each compiler uses its own decompositions, partitioner and fusion; no code is generated. Bytes are counted from each
+compiler's own index expressions: every element of an outside buffer that a kernel reads or writes counts once. Inductor
+splits a long reduction into two kernels during lowering, overlapc during code generation; neither split is counted.
 `--list` prints our kernels.
 """
 
@@ -29,7 +29,7 @@ Count = tuple[int, int, int]  # generated kernels, their bytes, library calls
 
 
 def count_ours(gm: GraphModule, inputs: Sequence[Any], show: bool) -> Count:
-    """Kernels and bytes of one graph after overlapc's fusion."""
+    """Count kernels and bytes of one graph after overlapc's fusion."""
     graph = lowered(gm, "graph")
     ops, report = fuse_ops(graph)
     kernels = [op for op in ops if isinstance(op, Loops | Combo)]
@@ -44,7 +44,7 @@ def count_ours(gm: GraphModule, inputs: Sequence[Any], show: bool) -> Count:
 
 
 def count_inductor(gm: GraphModule, inputs: Sequence[Any], show: bool) -> Count:
-    """The same after Inductor's."""
+    """Count kernels and bytes of one graph after Inductor's fusion."""
     from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
     from torch._inductor.virtualized import V
 

@@ -1,9 +1,9 @@
-"""Time of lowering and fusion of whole Llamas, forward and backward, beside Inductor's lowering and scheduling.
+"""Time lowering and fusion of whole Llamas, forward and backward, beside Inductor's lowering and scheduling.
 
     python benchmarks/fusion_speed.py [--layers 8,32,80] [--inductor 32] [--profile]
 
 Both sides start from their own captured FX graphs (Inductor's after its graph passes, which are not timed) and stop
-before code generation, in one process, one after another. Seconds are CPU time, which other work disturbs less;
+before code generation, in one process, one after another. Seconds are CPU time, which other processes disturb less;
 `us/node` counts FX nodes that are calls.
 """
 
@@ -24,7 +24,7 @@ from overlapc.fusion import fuse_ops
 
 
 class Stopwatch:
-    """Sums the time of what it is handed, and the calls in those graphs."""
+    """Adds up the times of the graphs that it is given, and the number of calls in them."""
 
     def __init__(self, profile: bool = False) -> None:
         self.seconds: dict[str, float] = {}
@@ -32,7 +32,7 @@ class Stopwatch:
         self.profiler = cProfile.Profile() if profile else None
 
     def ours(self, gm: GraphModule, inputs: Sequence[Any], which: str) -> None:
-        """Lowering and fusion of one graph."""
+        """Time our lowering and fusion of one graph."""
         self._count(gm)
         if self.profiler is not None:
             self.profiler.enable()
@@ -47,7 +47,7 @@ class Stopwatch:
         self._add("fusion", ended - between)
 
     def inductors(self, gm: GraphModule, inputs: Sequence[Any], which: str) -> None:
-        """Lowering and scheduling of one graph."""
+        """Time Inductor's lowering and scheduling of one graph."""
         self._count(gm)
         began = time.process_time()
         inductor_scheduled(gm, inputs)
@@ -67,8 +67,8 @@ class Stopwatch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="8,32,80")
-    parser.add_argument("--inductor", default="32", help="numbers of layers that Inductor is timed on, too")
-    parser.add_argument("--profile", action="store_true", help="print where our time goes")
+    parser.add_argument("--inductor", default="32", help="numbers of layers for which Inductor is timed, too")
+    parser.add_argument("--profile", action="store_true", help="print a profile of overlapc")
     args = parser.parse_args()
     compared = {int(number) for number in args.inductor.split(",") if number}
     rows = []

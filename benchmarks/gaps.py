@@ -1,12 +1,12 @@
-"""What passes between two kernels on a GPU, and what makes it longer.
+"""Measure the gap between two kernels on a GPU, and what makes it longer.
 
     python benchmarks/gaps.py
-    CUDA_DEVICE_MAX_CONNECTIONS=32 python benchmarks/gaps.py      # streams share 8 hardware queues otherwise
-    torchrun --nproc-per-node 2 benchmarks/gaps.py                # collectives that wait for the kernels, too
+    CUDA_DEVICE_MAX_CONNECTIONS=32 python benchmarks/gaps.py      # by default, streams share 8 hardware queues
+    torchrun --nproc-per-node 2 benchmarks/gaps.py                # also with collectives that wait for the kernels
 
-A chain of generated kernels, each unlike the one before, is launched behind a held stream, so that the host is ahead
-throughout. `unprofiled` is the chain's time by events less that of its kernels, a kernel (with two gathers, their time
-too); the others are what the profiler sees: the median, and where a tenth begins and the last tenth.
+A chain of generated kernels, no two neighbours alike, is launched behind a held stream, so that the host stays ahead.
+`unprofiled` is the chain's time by CUDA events minus its kernels' time, per kernel (with two gathers, it includes their
+time); the other columns are gaps seen by the profiler: their median, 10th and 90th percentile.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from overlapc.estimators.calibration.profiled_contention import Span, kernels_of
 from overlapc.estimators.calibration.workloads import DTYPES, launcher
 from overlapc.launch.calibrate_kernels import UNLIKE, compile_alone, unlike
 
-_CALLS = 50  # of the chain, in a sample
+_CALLS = 50  # of the chain, per sample
 _ROUNDS = 3
 _HELD_S = 0.03
-_LONG_GAP_NS = 20_000  # the host was late, or another chain begins
+_LONG_GAP_NS = 20_000  # longer gaps are ignored: the host was late, or another chain begins
 _HOT_S = 0.5
 
 Run = Callable[[], Any]
 
 
 class Gaps:
-    """The chain, and what can be beside it."""
+    """The chain of kernels, and the work that can run beside it."""
 
     def __init__(self, size_bytes: int) -> None:
         self.clock = CudaClock()
@@ -54,7 +54,7 @@ class Gaps:
             self.links()
 
     def followed(self, streams: int) -> Run:
-        """The chain, and so many streams that wait for its end."""
+        """Return a run of the chain with `streams` other streams that wait for its end."""
 
         def run() -> None:
             self.chain()
@@ -66,7 +66,8 @@ class Gaps:
         return run
 
     def crossed(self, streams: int) -> Run:
-        """As in a step: after each eight kernels another stream gets work, which the chain waits for eight later."""
+        """Return a run as in a training step: after every eight kernels another stream gets work, for which the chain
+        waits eight kernels later."""
 
         def run() -> None:
             before: torch.cuda.Event | None = None
@@ -91,7 +92,7 @@ class Gaps:
         return done
 
     def gathered(self, size_bytes: int) -> Run:
-        """The chain, and two gathers that wait for its end."""
+        """Return a run of the chain with two all-gathers that wait for its end."""
         assert dist.group.WORLD is not None
         gather = launcher("all_gather", dist.group.WORLD, size_bytes, DTYPES["bf16"], self.device)
 
@@ -102,19 +103,19 @@ class Gaps:
         return run
 
     def captured(self, run: Run) -> Run:
-        """The same as a CUDA graph."""
+        """Return `run` as the replay of a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             run()
         return graph.replay
 
     def heat(self) -> None:
-        """Matmuls, until the clock is that of full load."""
+        """Launch matmuls until the GPU has its clock under full load."""
         for _ in range(round(_HOT_S / 1.6e-3)):
             torch.mm(self.a, self.a)
 
     def row(self, name: str, run: Run, *, hot: bool = False) -> list[str]:
-        """What a case gives; ns."""
+        """Measure one case; return its table row, in ns."""
 
         def launch() -> tuple[Any, Any]:
             if hot:
@@ -146,7 +147,7 @@ def _is_ours(span: Span) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=int, default=2**20, help="that each kernel reads (default: %(default)s)")
+    parser.add_argument("--bytes", type=int, default=2**20, help="bytes that each kernel reads (default: %(default)s)")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,11 +1,11 @@
-"""What one compiled forward + backward costs the host, and where: RMSNorm, too small for its kernels to matter.
+"""Measure the host time of one compiled forward + backward: RMSNorm, too small for its kernels to matter.
 
-    python benchmarks/host_time.py --device cuda                      # microseconds a call, by system
-    python benchmarks/host_time.py --device cpu --profile overlapc    # functions by their own time
+    python benchmarks/host_time.py --device cuda                      # microseconds per call, by system
+    python benchmarks/host_time.py --device cpu --profile overlapc    # functions sorted by their own time
     python benchmarks/host_time.py --device cpu --problem 'TP x FSDP' --systems overlapc,inductor
 
-Systems alternate; medians and the least samples. On a GPU the stream is not waited for within a sample. Sharded models
-are those of sharded_subject.py, which says what `overlapc-wrapped` and `overlapc-trusting` are.
+Systems alternate; the table has medians and minima. On a GPU, no sample waits for the stream. Sharded models are those
+of sharded_subject.py, which says what `overlapc-wrapped` and `overlapc-trusting` are.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from benchmarks.kernel_subject import Subject
 from benchmarks.sharded_subject import SHARDINGS, ShardedSubject
 
 SYSTEMS = ("overlapc", "inductor", "aot_eager", "eager")
-CALLS = 50  # a sample
-MODEL_CALLS = 10  # of a sharded model
+CALLS = 50  # per sample
+MODEL_CALLS = 10  # per sample of a sharded model
 
 
 def sample(call: Callable[[], object], device: str, calls: int = CALLS) -> float:
-    """Microseconds of host time a call; on a CPU the CPU time of the one thread that does it all."""
+    """Return the host time per call in microseconds; on a CPU, the CPU time of the only thread that works."""
     clock = time.thread_time
-    if device == "cuda":  # two threads take turns, and waiting for each other counts
+    if device == "cuda":  # two threads take turns, and the time they wait for each other counts
         torch.cuda.synchronize()
         clock = time.perf_counter
     began = clock()
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--problem", default="RMSNorm", choices=sorted({*PROBLEMS, *SHARDINGS}))
     parser.add_argument("--systems", default=",".join(SYSTEMS), type=lambda text: text.split(","))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--profile", metavar="SYSTEM", help="functions of this system's call by their own time")
+    parser.add_argument("--profile", metavar="SYSTEM", help="profile this system's call: functions by their own time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     name, device = arguments.problem, arguments.device
@@ -70,7 +70,7 @@ def main() -> None:
         for system, subject in subjects.items():
             for kind in kinds:
                 time_us = sample(getattr(subject, kind), device, calls)
-                if turn:  # the first compiles, and warms up
+                if turn:  # the first round compiles and warms up
                     times.setdefault((system, kind), []).append(time_us)
     rows = [
         [system, *(of(times[system, kind]) for kind in kinds for of in (statistics.median, min))] for system in subjects

@@ -1,14 +1,14 @@
-"""Training steps of models as their authors wrote them: FSDP2 + overlapc, + compile by blocks, and eager.
+"""Time training steps of models as their authors wrote them: FSDP2 with overlapc, with compiled blocks, and eager.
 
     python benchmarks/huggingface.py --nproc 2
     python benchmarks/huggingface.py --nproc 1 --model vit-large --profile
     python benchmarks/huggingface.py --device cpu --nproc 2 --tiny --model gemma3-1b --steps 1 --rounds 1
 
-The models are those of huggingface_models.py; most need transformers. Each system: random weights from one seed,
+The models are those of huggingface_models.py; most need transformers. Every system has random weights from one seed,
 `fully_shard` on every block and on the model (weights in float32, computed in bfloat16, reduced in float32), AdamW
 (fused), gradients clipped to norm 1. One system compiles at a time, with empty caches; then rounds of timed steps
-alternate between the systems, each in processes of its own. Several runs that name one `--lock` file compile beside
-each other; only one of them at a time takes timed rounds.
+alternate between the systems, each in its own processes. Several runs with the same `--lock` file compile at the same
+time, but take timed rounds one after the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from turns import Turns, answer_on_rank, step_times
 import overlapc
 
 SYSTEMS = ("overlapc", "compile", "eager")
-LOSSES = 4  # of the first steps, shown for comparison
+LOSSES = 4  # losses of the first steps to print for comparison
 
 
 class System:
@@ -48,7 +48,7 @@ class System:
         self.name, self.args = name, args
 
     def build(self) -> dict[str, Any]:
-        """The sharded model, not yet compiled."""
+        """Build the sharded model; it compiles at its first step."""
         case = CASES[self.args.model]
         shape = case.shape(self.args.tiny)
         model = sharded(case, shape, self.args.device, compile_blocks=self.name == "compile")
@@ -62,7 +62,7 @@ class System:
         return {"parameters": sum(each.numel() for each in model.parameters())}
 
     def first(self) -> dict[str, Any]:
-        """The first steps; of those the first compiles."""
+        """Run the first steps, the first of which compiles."""
         began = time.perf_counter()
         losses = [self.once().item()]
         result: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
@@ -76,11 +76,11 @@ class System:
         return result
 
     def time(self) -> dict[str, Any]:
-        """Milliseconds of each step, and the peak of memory on this GPU."""
+        """Return the milliseconds of each step, and this GPU's peak memory."""
         return step_times(self.once, self.args.steps, self.args.device)
 
     def profile(self) -> dict[str, Any]:
-        """Where the time of a step goes, by class of kernel; the kernels that take longest go to `args.out`."""
+        """Return a step's time by class of kernel; write the kernels with the longest total time to `args.out`."""
         spans = spans_of(self.once) if self.args.device == "cuda" else []
         if not spans:
             return {}
@@ -89,7 +89,7 @@ class System:
         return {"classes": kernel_times(spans) | times_by_class(spans)}
 
     def once(self) -> torch.Tensor:
-        """One step with its optimizer; the loss."""
+        """Run one step with its optimizer; return the loss."""
         loss: torch.Tensor = self.call(**self.inputs).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -99,7 +99,7 @@ class System:
 
 
 def serve(args: argparse.Namespace, name: str, rank: int, ranks: int, port: int) -> None:
-    """A rank of a system: takes turns until there are no more."""
+    """Run a rank of a system: take turns until there are no more."""
     answer_on_rank(lambda: System(name, args), args.device, name, rank, ranks, port)
 
 
@@ -169,17 +169,17 @@ def show(args: argparse.Namespace, results: dict[str, dict[str, Any]], times_ms:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks, one a GPU (default: %(default)s)")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks, one per GPU (default: %(default)s)")
     parser.add_argument("--model", choices=CASES, default="llama-1b")
-    parser.add_argument("--tiny", action="store_true", help="the same code in the smallest sizes")
-    parser.add_argument("--seq", type=int, help="tokens a row (default: the model's)")
-    parser.add_argument("--batch", type=int, help="rows a GPU (default: the model's)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
+    parser.add_argument("--tiny", action="store_true", help="the same models in their smallest sizes")
+    parser.add_argument("--seq", type=int, help="tokens per row (default: the model's)")
+    parser.add_argument("--batch", type=int, help="rows per GPU (default: the model's)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per round")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, systems alternating")
-    parser.add_argument("--seconds", type=float, default=330, help="for all of it (default: %(default)g)")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="of %(default)s")
-    parser.add_argument("--profile", action="store_true", help="and where the time goes, by class of kernel")
-    parser.add_argument("--lock", type=Path, help="held during timed rounds; runs that share it take turns")
+    parser.add_argument("--seconds", type=float, default=330, help="limit for the whole run (default: %(default)g)")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="some of %(default)s")
+    parser.add_argument("--profile", action="store_true", help="also print a step's time by class of kernel")
+    parser.add_argument("--lock", type=Path, help="lock file held during timed rounds; runs that share it take turns")
     parser.add_argument("--out", type=Path, help="folder for logs")
     args = parser.parse_args()
     args.systems = args.systems.split(",")

@@ -1,6 +1,6 @@
-"""What huggingface.py trains: models as their authors wrote them, random weights in the sizes that they are used in.
+"""The models of huggingface.py, as their authors wrote them: in the sizes that people use, with random weights.
 
-A `Case` makes a model and a batch for it. Of each there is a `tiny` one, of the same code, for a CPU.
+A `Case` makes a model and a batch for it. Each case also has a `tiny` configuration of the same code, for a CPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model in two sizes; `blocks` are the classes of what `fully_shard` is called on, beside the whole model."""
+    """A model in two sizes; `blocks` names the classes of modules that are sharded, in addition to the whole model."""
 
     make: Callable[[Mapping[str, Any]], nn.Module]
-    inputs: Callable[[Mapping[str, Any], int, int, str], Inputs]  # of (config, rows, row length, device)
+    inputs: Callable[[Mapping[str, Any], int, int, str], Inputs]  # arguments: config, rows, row length, device
     blocks: tuple[str, ...]
-    batch: tuple[int, int]  # rows a GPU, length of a row
+    batch: tuple[int, int]  # rows per GPU, length of a row
     config: Mapping[str, Any]
     tiny: Mapping[str, Any]
 
@@ -36,7 +36,7 @@ class Case:
 
 
 def sharded(case: Case, shape: Mapping[str, Any], device: str, compile_blocks: bool) -> nn.Module:
-    """The model in training mode, its blocks and the whole of it sharded by FSDP2 over all ranks.
+    """Return the model in training mode, its blocks and the whole model sharded by FSDP2 over all ranks.
 
     Weights are float32, drawn from one seed; compute is in bfloat16, gradients are reduced in float32.
     """
@@ -55,7 +55,7 @@ def sharded(case: Case, shape: Mapping[str, Any], device: str, compile_blocks: b
 
 
 def _made(model: str, config: str, **fixed: Any) -> Callable[[Mapping[str, Any]], nn.Module]:
-    """A class of transformers and its configuration's."""
+    """Return a function that makes transformers' class `model` from its configuration class `config`."""
 
     def make(shape: Mapping[str, Any]) -> nn.Module:
         import transformers
@@ -96,7 +96,7 @@ def _latents(shape: Mapping[str, Any], rows: int, length: int, device: str) -> I
 
 
 class Loss(NamedTuple):
-    """What a model returns here; transformers' models return more."""
+    """The result of a model here; transformers' models return more."""
 
     loss: Tensor
 

@@ -1,13 +1,13 @@
-"""Inductor on the same in-graph FSDP as ours, with each of its own ways to overlap communication.
+"""Inductor on the same in-graph FSDP as ours, with each of its own methods to overlap communication.
 
     inductor          collectives stay where the graph has them
-    inductor-raise    its scheduler passes raise, sink, raise on buckets of one block (the best of them on H200s)
+    inductor-raise    its scheduler passes raise, sink, raise on buckets of one block (its best method on H200s)
     inductor-sink     the same buckets with its passes sink, raise
-    inductor-overlap  its overlap scheduling of the ATen graph, which makes buckets of its own; needs a GPU to look at
-    inductor-manual   its bucketing by module: the next block's gathers and the last one's scatters beside a block
+    inductor-overlap  its overlap scheduling of the ATen graph, which makes buckets of its own; it needs a GPU
+    inductor-manual   its bucketing by module: the next block's gathers and the last block's scatters beside a block
 
-All of them get `overlapc.fx.partition`, so that forward and backward hold the same nodes as ours: gathers of a group
-that reshards are recomputed in backward, a parameter's gradient is reduced once.
+All of them use `overlapc.fx.partition`, so that their forward and backward have the same nodes as ours: a group that
+reshards is gathered again in backward, and a parameter's gradient is reduced once.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from overlapc.fx.partition import partition
 SYSTEMS = ("inductor", "inductor-raise", "inductor-sink", "inductor-overlap", "inductor-manual")
 RAISE, SINK = "reorder_communication_preserving_peak_memory", "sink_waits_iterative"
 SCHEDULER_PASSES = {"inductor-raise": [RAISE, SINK, RAISE], "inductor-sink": [SINK, RAISE]}
-OUTERMOST = "outermost"  # how the group with the empty path is called where a path may not be empty
+OUTERMOST = "outermost"  # name of the group with the empty path, where a path may not be empty
 
 
 def compiled_by_inductor(system: str, model: nn.Module) -> Callable[..., Any]:
-    """`model` compiled by Inductor as one of SYSTEMS says."""
+    """Return `model` compiled by Inductor as `system`, one of SYSTEMS."""
     count_grouped_query_flops()
     return torch.compile(model, fullgraph=True, options=options_of(system))
 
 
 def options_of(system: str) -> dict[str, Any]:
-    """Inductor's options for one of SYSTEMS."""
+    """Return Inductor's options for `system`, one of SYSTEMS."""
     options: dict[str, Any] = {"custom_partitioner_fn": _Partition()}
     if system in SCHEDULER_PASSES:
         options |= {
@@ -65,9 +65,9 @@ def options_of(system: str) -> dict[str, Any]:
 
 
 def count_grouped_query_flops() -> None:
-    """Let torch's FLOP formulas of attention take fewer key heads than query heads; torch 2.11's raise there.
+    """Let torch's FLOP formulas of attention accept fewer key heads than query heads; those of torch 2.11 raise.
 
-    The kernels read a shared head once for each query head, so the work is that of as many key heads.
+    The kernels read a shared key head once for each query head, so the work is that of one key head per query head.
     """
     for name, query_at in (("sdpa_flop_count", 0), ("sdpa_backward_flop_count", 1)):
         count = getattr(flop_counter, name)
@@ -85,7 +85,7 @@ def _with_groups(count: Callable[..., int], query_at: int) -> Callable[..., int]
 
 
 def blocks(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
-    """Those of `nodes` that serve a sharded parameter, by the module that `fully_shard` was given."""
+    """Group the nodes that serve a sharded parameter by the module that `fully_shard` was called on."""
     found: dict[str, list[fx.Node]] = {}
     for node in nodes:
         label = label_of(node)
@@ -95,7 +95,7 @@ def blocks(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
 
 
 class _Uncached:
-    """Inductor does not cache what these passes made: it cannot know what they depend on."""
+    """A pass whose results Inductor must not cache, because its cache key cannot cover what the pass depends on."""
 
     def uuid(self) -> None:
         return None
@@ -107,7 +107,7 @@ class _Partition(_Uncached, CustomPartitionerFn):
 
 
 class _BucketBlocks(_Uncached, CustomGraphPass):
-    """One bucket of gathers and one of scatters for each block, made by Inductor's own merging."""
+    """Merge each block's gathers, and its scatters, into one bucket by Inductor's own functions."""
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
@@ -122,7 +122,7 @@ class _BucketBlocks(_Uncached, CustomGraphPass):
 
 
 class _ManualOverlap(_Uncached, CustomGraphPass):
-    """Inductor's manual bucketing, told the blocks by our labels."""
+    """Run Inductor's manual bucketing on the blocks that our labels name."""
 
     def __call__(self, graph: fx.Graph) -> None:
         plan: list[list[str] | str] = list(blocks(graph.nodes))

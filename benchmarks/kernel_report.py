@@ -1,4 +1,4 @@
-"""What kernels.py measured, as a table and in short."""
+"""Render the results of kernels.py as a table and a summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_CHECKED = "not checked"
 
 @dataclass
 class Result:
-    """A case's medians in microseconds, by system."""
+    """The results of one case; times are medians in microseconds, by system."""
 
     case: str
     check: str
@@ -27,13 +27,13 @@ class Result:
     matmul_bound: bool
     hidden_us: dict[str, float]
     launched_us: dict[str, float]
-    host_us: dict[str, float]  # of forward + backward, for trained problems
-    host_least_us: dict[str, float]  # the same, the least sample: what the host itself adds is not in it
+    host_us: dict[str, float]  # of forward + backward, for problems with gradients
+    host_least_us: dict[str, float]  # the same, the smallest sample, which other work on the host disturbs least
     profile: dict[str, list[tuple[str, float]]]
-    tuned: list[str]  # what was measured of its kernels' block sizes, a line a graph
+    tuned: list[str]  # result of measuring block sizes, one line per graph
 
     def speed(self, times: dict[str, float], other: str = "inductor") -> float | None:
-        """How many times as fast as `other` ours is."""
+        """Return how many times as fast as `other` overlapc is; None if either was not timed."""
         if "overlapc" not in times or other not in times:
             return None
         return times[other] / times["overlapc"]
@@ -73,7 +73,7 @@ def _shown(item: Any) -> str:
 
 
 def share(result: Result, system: str, bandwidth: float) -> float | None:
-    """Least bytes over time, in percent of a device copy."""
+    """Return the rate of the least bytes over the hidden time, in percent of a device copy's."""
     if system not in result.hidden_us:
         return None
     return 100 * result.least_bytes / (result.hidden_us[system] / 1e6) / bandwidth
@@ -134,7 +134,7 @@ _HOST_FORMAT = ("", *2 * (".0f", ".0f", ".0f", ".2f"))
 
 
 def _host_lines(results: Sequence[Result]) -> list[str]:
-    """Host time of forward + backward by problem: medians, and the least samples."""
+    """Return lines about host time of forward + backward by problem: medians and smallest samples."""
     by_problem = {re.sub(" (forward|backward|forward \\+ backward)$", "", each.case): each for each in results}
     rows: list[list[Any]] = []
     for name, result in by_problem.items():

@@ -1,4 +1,4 @@
-"""Where a step's time goes on a GPU, by what its kernels are: the same question for every system."""
+"""Break a step's GPU time down by class of kernel, in the same way for every system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 Span = tuple[str, int, int, int]  # name, start and end in ns, stream
 PROFILED_STEPS = 2
-_CLASSES = (  # the first whose pattern a kernel's name has
+_CLASSES = (  # a kernel belongs to the first class whose pattern its name matches
     ("communication", r"nccl|memcpy ptop"),
     ("copies", r"^memcpy|^memset"),
     ("attention", r"flash|fmha|sdpa|attention|mem_eff|efficient|flex"),
@@ -24,7 +24,7 @@ _CLASSES = (  # the first whose pattern a kernel's name has
 
 
 def class_of(kernel: str) -> str:
-    """What kind of work a kernel does, by its name."""
+    """Return the class of a kernel, judged by its name."""
     return next(what for what, pattern in _CLASSES if re.search(pattern, kernel, re.IGNORECASE))
 
 
@@ -33,10 +33,10 @@ def communicates(kernel: str) -> bool:
 
 
 def spans_of(step: Callable[[], Any]) -> list[Span]:
-    """Every kernel and copy of PROFILED_STEPS steps.
+    """Profile PROFILED_STEPS steps and return all their kernels and copies.
 
-    The profilers of several ranks are ready at different times, and the first collective waits for the last of
-    them (40 ms were seen): one step before those that count takes that.
+    The profilers of several ranks become ready at different times, and the first collective waits for the last rank
+    (40 ms were seen): an extra step before the counted ones absorbs this.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -57,8 +57,8 @@ def spans_of(step: Callable[[], Any]) -> list[Span]:
 
 
 def kernel_times(spans: list[Span]) -> dict[str, float]:
-    """Milliseconds a step: compute kernels, communication (NCCL's kernels, copies between GPUs), that while no compute
-    runs, neither."""
+    """Return milliseconds per step of compute kernels, of communication (NCCL kernels and copies between GPUs), of
+    exposed communication (while no compute runs), and of idle time (while neither runs)."""
     nccl = merged([(start, end) for name, start, end, _ in spans if communicates(name)])
     compute = merged([(start, end) for name, start, end, _ in spans if not communicates(name)])
     both = merged(compute + nccl)
@@ -74,7 +74,7 @@ def kernel_times(spans: list[Span]) -> dict[str, float]:
 
 
 def times_by_class(spans: Iterable[Span]) -> dict[str, float]:
-    """Milliseconds a step that the kernels of a class take, all added up."""
+    """Return the summed kernel time of each class, in milliseconds per step."""
     found: Counter[str] = Counter()
     for name, start, end, _ in spans:
         found[class_of(name)] += end - start
@@ -82,7 +82,7 @@ def times_by_class(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def longest(spans: Iterable[Span], most: int) -> list[tuple[float, float, str]]:
-    """(milliseconds a step, launches a step, name) of the kernels that take longest in sum."""
+    """Return (milliseconds per step, launches per step, name) of the `most` kernels with the longest total time."""
     ns: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     for name, start, end, _ in spans:

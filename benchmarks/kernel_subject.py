@@ -1,4 +1,4 @@
-"""One problem of kernel_cases.py under one system, and whether its results are right."""
+"""One problem of kernel_cases.py under one system, and the check of its results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 from benchmarks.kernel_cases import BACKWARD, BOTH, FORWARD, Problem
 
 TUNED = "overlapc-tuned"
-FAST = "overlapc-fast"  # values between ops in float32
+FAST = "overlapc-fast"  # numerics="fast": values between fused ops stay in float32
 
 
 class Subject:
-    """One problem under one system: a callable for each kind."""
+    """One problem under one system, with a callable for each kind: forward, backward, both."""
 
     def __init__(self, problem: Problem, system: str, name: str) -> None:
-        functorch.donated_buffer = False  # a backward is timed again and again on what forward saved
+        functorch.donated_buffer = False  # backward is timed repeatedly on the same saved tensors
         self.problem = replace(problem, inputs=_own_inputs(problem))
         function = copied(problem.function, re.sub(r"[^a-zA-Z0-9]+", "_", f"{name}_{system}"))
         self.function = (
@@ -42,7 +42,7 @@ class Subject:
             return self.function(*self.problem.inputs)
 
     def backward(self) -> tuple[Tensor, ...]:
-        """Of a forward run that stays alive."""
+        """Run backward alone, on the saved tensors of a forward that stays alive."""
         if not self.kept:
             self.kept = self._results()
         return torch.autograd.grad(self.kept, self.leaves, self.tangents, retain_graph=True)
@@ -54,7 +54,7 @@ class Subject:
         return {FORWARD: self.forward, BACKWARD: self.backward, BOTH: self.both}[kind]
 
     def results(self) -> list[Tensor]:
-        """Everything the problem computes: outputs, changed inputs, gradients."""
+        """Return everything the problem computes: outputs, mutated inputs, gradients."""
         found = [leaf for leaf in pytree.tree_leaves(self.forward()) if isinstance(leaf, Tensor)]
         if self.problem.mutates:
             found += self.problem.tensors()
@@ -73,16 +73,16 @@ def _options(system: str) -> dict[str, Any] | None:
 
 
 def backend_of(system: str) -> Any:
-    """What `torch.compile` is given for `system`."""
+    """Return the `backend` argument of `torch.compile` for `system`."""
     if not system.startswith("overlapc"):
         return system
-    from overlapc.backend import overlapc as backend  # by function: the package need not be installed
+    from overlapc.backend import overlapc as backend  # the function, not its name: the package need not be installed
 
     return backend
 
 
 def _own_inputs(problem: Problem) -> tuple[Any, ...]:
-    """Leaves of their own for a system that changes or differentiates them; the others are shared."""
+    """Return the inputs, copied where a system mutates or differentiates them; all systems share the other inputs."""
     if problem.mutates:
         return pytree.tree_map_only(Tensor, torch.clone, problem.inputs)
     return tuple(
@@ -92,13 +92,13 @@ def _own_inputs(problem: Problem) -> tuple[Any, ...]:
 
 
 def copied(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function` with a code object of its own, so that no system sees what Dynamo noted for another."""
+    """Return `function` with its own code object, so that no system sees what Dynamo cached for another one."""
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 def checked(problem: Problem, subject: Subject, eager: Subject, reference: Sequence[Tensor]) -> str:
-    """ "ok", or what is wrong with the results of `subject`."""
+    """Return "ok", or what is wrong with the results of `subject`."""
     results = subject.results()
     if problem.random is not None:
         return problem.random(problem, results[0].detach()) or "ok"
@@ -122,7 +122,7 @@ def _error(result: Tensor, exact: Tensor) -> float:
 
 
 def float64_results(problem: Problem, name: str) -> list[Tensor]:
-    """Results of a float64 run, none for a random problem."""
+    """Return the results of a float64 run; an empty list for a random problem."""
     if problem.random is not None:
         return []
     wide = pytree.tree_map_only(
@@ -130,7 +130,7 @@ def float64_results(problem: Problem, name: str) -> list[Tensor]:
     )
     subject = Subject(replace(problem, inputs=wide), "eager", name)
     eager = Subject(problem, "eager", name)
-    if problem.gradients:  # the tangents that eager sees
+    if problem.gradients:  # the same tangents as eager's
         eager.both()
         subject.tangents = [tangent.double() for tangent in eager.tangents]
     return [result.detach() for result in subject.results()]

@@ -1,4 +1,4 @@
-"""Times of calls, systems alternating: on a GPU with launches hidden and with them, on a CPU as a whole."""
+"""Time calls, systems alternating: on a GPU with and without launches hidden, on a CPU the whole call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CALLS = 10  # queued behind one held stream
 
 @dataclass
 class Times:
-    """Seconds a call, a sample a round."""
+    """Seconds per call, one sample per round."""
 
     hidden: list[float] = field(default_factory=list)
     launched: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
-    waits: bool = False  # the call waits for the device: its launches are not hidden
+    waits: bool = False  # whether the call waits for the device, so that its launches are not hidden
 
 
 class GpuClock:
@@ -31,9 +31,9 @@ class GpuClock:
         self.waiting: set[Callable[[], Any]] = set()  # calls in which the host waits for the device
 
     def queued(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """(device seconds a call, host seconds a call), the host never waiting for the device.
+        """Return (device seconds per call, host seconds per call), the host never waiting for the device.
 
-        Of a call that waits for the device itself, both times hold its launches.
+        If the call itself waits for the device, both times include its launches.
         """
         while True:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -68,7 +68,7 @@ class GpuClock:
 def on_gpu(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Times]:
     clock = GpuClock()
     times = {system: Times() for system in calls}
-    for number in range(rounds + 1):  # the first is a warm-up, and finds how long to hold the stream
+    for number in range(rounds + 1):  # the first round is a warm-up and finds how long the stream must be held
         for system, call in calls.items():
             hidden, host = clock.queued(call)
             launched = clock.launched(call)
@@ -82,9 +82,9 @@ def on_gpu(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Times]
 
 
 def on_cpu(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Times]:
-    """A sample is the mean of as many calls as take two milliseconds.
+    """Time calls on the CPU; a sample is the mean of as many calls as take two milliseconds.
 
-    With one thread it is CPU time of that thread, which other work on the machine does not lengthen much.
+    With one thread, times are CPU time of that thread, which other work on the machine does not lengthen much.
     """
     now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     repeats: dict[str, int] = {}
@@ -106,7 +106,7 @@ def on_cpu(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Times]
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, reads and writes counted, of a device-to-device copy of 1 GiB."""
+    """Return the rate of a device-to-device copy of 1 GiB in bytes per second, reads and writes counted."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
     clock = GpuClock()
@@ -115,7 +115,7 @@ def copy_bandwidth() -> float:
 
 
 def profiled(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Device kernels of one call in order of their time: name, microseconds."""
+    """Return (name, microseconds) of the device kernels of one call, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     call()

@@ -1,19 +1,19 @@
-"""Generated kernels as they occur in training: overlapc beside Inductor and eager, in one alternating run.
+"""Time generated kernels that occur in training: overlapc beside Inductor and eager, in one alternating run.
 
     python benchmarks/kernels.py --prepare 12 --json kernels.json           # one GPU, about four minutes
     python benchmarks/kernels.py --device cpu --size small                  # this machine's cores
     python benchmarks/kernels.py --cases 'softmax|cross' --systems overlapc,inductor --profile --json slow.json
-    python benchmarks/kernels.py --device cpu --size tiny --host-only --threads 1   # what calls cost the host
+    python benchmarks/kernels.py --device cpu --size tiny --host-only --threads 1   # host time of calls
     python benchmarks/kernels.py --autotune --cases 'Norm|RoPE'             # and with measured block sizes
     python benchmarks/kernels.py --systems overlapc,overlapc-fast,eager     # and with numerics="fast"
 
 The list is kernel_cases.py, or held_out_kernels.py (`--list-of held-out`). On a GPU a case is timed twice: with
-launches hidden (calls queued behind a held stream, device time between two events) and with them (until the device is
-idle again). `share` is the least bytes the case must move over the hidden time, relative to a device copy of 1 GiB in
-the same run. `host` is what one forward + backward call through autograd keeps the host busy, with the device held. On
-a CPU there is one time, the call's; CPU time where there is one thread.
+launches hidden (calls queued behind a held stream, device time between two events) and with launches (until the device
+is idle again). `share` is the least bytes that the case must move over the hidden time, relative to a device copy of
+1 GiB in the same run. `host` is the host time of one forward + backward call through autograd, with the device held.
+On a CPU there is one time, that of the call; with one thread it is CPU time.
 
-Every result is compared with a float64 run: it may be off by at most twice what eager is off.
+Every result is compared with a float64 run: its error may be at most twice eager's.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ LISTS = {"training": PROBLEMS, "rare": RARE, "held-out": HELD_OUT}
 
 
 def least_bytes(problem: Problem, kind: str, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> int:
-    """Every input and every output once, unless the problem knows of less."""
+    """Return the bytes of every input and output once, unless the problem declares fewer."""
     if kind in problem.least:
         return problem.least[kind]
     inputs = sum(tensor.nbytes for tensor in problem.tensors())
     written = sum(tensor.nbytes for tensor in outputs)
     found = sum(tensor.nbytes for tensor in gradients)
-    backward = inputs + written + found  # the inputs, or results as large, and the outputs' gradients
+    backward = inputs + written + found  # reads the inputs, or saved tensors as large, and the outputs' gradients
     return {FORWARD: inputs + written, BACKWARD: backward, BOTH: inputs + written + backward}[kind]
 
 
@@ -124,13 +124,13 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Fills both systems' caches in parallel: this script, compiling only, on shards of the list."""
+    """Fill both systems' caches in parallel: run this script, compiling only, on shards of the list."""
     passed = ["--device", arguments.device, "--size", arguments.size, "--cases", arguments.cases]
-    systems = [system for system in arguments.systems if system != TUNED]  # which needs the device to itself
+    systems = [system for system in arguments.systems if system != TUNED]  # tuning needs the device to itself
     passed += ["--systems", ",".join(systems), "--no-check", "--compile-only"]
     passed += ["--host-only"] if arguments.host_only else []
     passed += ["--list-of", arguments.list_of]
-    passed += ["--threads", str(torch.get_num_threads())]  # Inductor writes them into its code, and keeps that
+    passed += ["--threads", str(torch.get_num_threads())]  # Inductor writes this number into its code and caches it
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     running = [
         subprocess.Popen(
@@ -157,11 +157,11 @@ def main() -> None:
     parser.add_argument("--prepare", type=int, default=0, help="fill the caches with this many processes first")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare with float64")
-    parser.add_argument("--host-only", action="store_true", help="only what forward + backward calls cost the host")
+    parser.add_argument("--host-only", action="store_true", help="only host time of forward + backward calls")
     parser.add_argument("--autotune", action="store_true", help="also with measured block sizes (overlapc-tuned)")
-    parser.add_argument("--profile", action="store_true", help="device kernels of every case, into --json")
+    parser.add_argument("--profile", action="store_true", help="write device kernels of every case to --json")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no problem after this time")
-    parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--json", type=Path, help="file to write all results to")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     arguments = parser.parse_args()
     if arguments.autotune:

@@ -1,10 +1,10 @@
-"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours through torch and from C, Inductor's.
+"""Measure the host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours (from Python and C), Inductor's.
 
     python benchmarks/launch_cost.py                 # one GPU
 
-All launch a tiny element-wise kernel, fewer in a row than the driver's queue holds, so that the host never waits for
-the device; each figure is the best of many rows. *bare* is what the driver itself takes, with arguments prepared.
-The last lines are a whole compiled forward without gradients: everything the wrapper does around its launch.
+Every line launches a tiny element-wise kernel, in bursts shorter than the driver's queue, so that the host never waits
+for the device; *best* and *median* are over many bursts. *bare* is the time of the driver itself, with prepared
+arguments. The last lines are whole compiled forwards without gradients, which include the wrapper around the launch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def microseconds(call: Callable[[], Any], launches: int) -> tuple[float, float]:
-    """(best, median) host time of a launch; `call` makes `launches` of them."""
+    """Return the (best, median) host time of one launch in microseconds; `call` makes `launches` of them."""
     seen = []
     for _ in range(ROWS):
         torch.cuda.synchronize()
@@ -73,7 +73,7 @@ def microseconds(call: Callable[[], Any], launches: int) -> tuple[float, float]:
 
 
 def ours(cache: Path, x: torch.Tensor, out: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-    """Our launcher of `out = exp(x)` and its arguments."""
+    """Return our launcher of `out = exp(x)` and its arguments."""
     import sympy
 
     p0 = sympy.Symbol("p0", integer=True, nonnegative=True)
@@ -85,7 +85,7 @@ def ours(cache: Path, x: torch.Tensor, out: torch.Tensor) -> tuple[Any, list[tor
 
 
 def bare(cache: Path, launcher: Any, arguments: list[torch.Tensor]) -> Callable[[], Any]:
-    """A C loop over `cuLaunchKernel` of the same compiled kernel, BURST launches a call."""
+    """Return a call that launches the same compiled kernel BURST times, by a C loop over `cuLaunchKernel`."""
     source, library = cache / "burst.cpp", cache / "burst.so"
     source.write_text(_C_LOOP)
     subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", library, source, "-l:libcuda.so.1"], check=True)
@@ -105,7 +105,7 @@ def bare(cache: Path, launcher: Any, arguments: list[torch.Tensor]) -> Callable[
 
 
 def inductors(x: torch.Tensor) -> Callable[[], Any]:
-    """The call that Inductor's generated wrapper makes for the same kernel."""
+    """Return the call that Inductor's generated wrapper makes for the same kernel."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -125,7 +125,7 @@ def inductors(x: torch.Tensor) -> Callable[[], Any]:
 
 
 def compiled(backend: str, x: torch.Tensor, cache: Path) -> Callable[[], Any]:
-    """A whole call of a compiled function of one kernel, guards included."""
+    """Return a whole call of a compiled function with one kernel, guards included."""
     torch._dynamo.reset()
     function = torch.compile(torch.exp, backend=backend)
     function(x)

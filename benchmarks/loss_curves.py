@@ -1,12 +1,12 @@
-"""Losses of the demo's model in bfloat16 over many steps: overlapc's transports beside FSDP2, and FSDP2's own noise.
+"""Compare losses of the demo's model in bfloat16 over many steps: overlapc's transports beside FSDP2 and its own noise.
 
     torchrun --nproc_per_node 2 benchmarks/loss_curves.py --steps 500
 
-All systems begin with the same weights and see the same text; gradients are reduced in float32. How far two curves are
-apart is the mean absolute difference of their losses over 100 steps. Noise is how far FSDP2 is from itself when its
-first weights are changed by a part in 2^20 (--noise-runs times, another change each time), and when its blocks are
-compiled by Inductor: rounding, and nothing else, makes these differ. Where there are fewer GPUs than ranks, ranks share
-them, and gloo takes the place of NCCL.
+All systems begin with the same weights and see the same text; gradients are reduced in float32. The distance
+of two curves is the mean absolute difference of their losses over 100 steps. Noise is the distance of FSDP2 from itself
+when its initial weights are perturbed by 2^-20, relatively (--noise-runs times, each time differently), and when its
+blocks are compiled by Inductor: these runs differ by rounding only. With fewer GPUs than ranks, ranks share GPUs, and
+gloo replaces NCCL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS, SEQ, WINDOW = 4, 256, 100
 
 
 def losses(system: str, mesh: DeviceMesh, steps: int, seed: int) -> list[float]:
-    """Mean over ranks of each step's loss. seed: of a change of the first weights; 0 for none."""
+    """Return each step's loss, averaged over ranks. seed: of the initial weights' perturbation; 0: no perturbation."""
     torch._dynamo.reset()
     device = mesh.device_type
     model = build("overlapc" if system.startswith("overlapc") else system, LlamaConfig(), mesh)
@@ -60,7 +60,7 @@ def losses(system: str, mesh: DeviceMesh, steps: int, seed: int) -> list[float]:
 
 
 def apart(one: list[float], other: list[float]) -> list[float]:
-    """By windows of steps."""
+    """Return the mean absolute difference of two loss curves in each window of WINDOW steps."""
     differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
     windows = (differences[at : at + WINDOW] for at in range(0, len(differences), WINDOW))
     return [sum(window) / len(window) for window in windows]

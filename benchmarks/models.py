@@ -1,4 +1,4 @@
-"""Models that benchmarks capture, and the graphs that overlapc and Inductor make of them.
+"""Models that benchmarks capture, and the graphs that overlapc and Inductor get for them.
 
 `overlapc_graphs` and `inductor_graphs` capture forward and backward of one model, each with its own decompositions
 and partitioner, and hand every graph to a function instead of to code generation. The model then runs eagerly, so
@@ -32,7 +32,7 @@ Visit = Callable[[GraphModule, Sequence[Any], str], None]
 
 
 class LlamaBlock(nn.Module):
-    """One transformer layer of a Llama between the residual stream in and out."""
+    """One transformer layer of a Llama, from residual stream to residual stream."""
 
     def __init__(self, cfg: LlamaConfig) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LlamaBlock(nn.Module):
 
 
 class BertBlock(nn.Module):
-    """One encoder layer as BERT has it: post-norm, biases, exact GELU."""
+    """One encoder layer of a BERT: post-norm, biases, exact GELU."""
 
     def __init__(self, dim: int, heads: int, ffn: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class BertBlock(nn.Module):
 
 
 def llama_block(device: str, dtype: torch.dtype, dim: int = 512, batch: int = 4, seq: int = 256) -> Model:
-    """A block of 8B's proportions at width `dim`."""
+    """Return a block with Llama-8B's proportions at width `dim`, and its input."""
     cfg = LlamaConfig(dim=dim, layers=1, heads=dim // 64, kv_heads=max(1, dim // 256), ffn=3 * dim, max_seq=seq)
     model = LlamaBlock(cfg).to(device)
     model.block.to(dtype)
@@ -77,13 +77,13 @@ def llama_block(device: str, dtype: torch.dtype, dim: int = 512, batch: int = 4,
 
 
 def bert_block(device: str, dtype: torch.dtype, dim: int = 512, batch: int = 4, seq: int = 256) -> Model:
-    """A block of BERT-base's proportions at width `dim`."""
+    """Return a block with BERT-base's proportions at width `dim`, and its input."""
     model = BertBlock(dim, dim // 64, 4 * dim).to(device, dtype)
     return model, (torch.randn(batch, seq, dim, device=device, dtype=dtype, requires_grad=True),)
 
 
 def llama(layers: int, device: str = "cpu") -> Model:
-    """A whole Llama with loss, narrow enough to capture 80 layers in seconds."""
+    """Return a whole Llama with its loss, narrow enough to capture 80 layers in seconds, and its inputs."""
     cfg = LlamaConfig(dim=64, layers=layers, heads=4, kv_heads=2, ffn=192, vocab=256, max_seq=32)
     model = Llama(cfg).to(device)
     tokens = torch.randint(0, cfg.vocab, (2, cfg.max_seq), device=device)
@@ -91,7 +91,7 @@ def llama(layers: int, device: str = "cpu") -> Model:
 
 
 def overlapc_graphs(model: Model, visit: Visit) -> None:
-    """Calls `visit` with forward and backward as overlapc gets them."""
+    """Call `visit` with the forward and backward graphs that overlapc gets."""
 
     def compiler(gm: GraphModule, inputs: Sequence[Any], which: str) -> Any:
         canonicalize(gm)
@@ -109,7 +109,7 @@ def overlapc_graphs(model: Model, visit: Visit) -> None:
 
 
 def inductor_graphs(model: Model, visit: Visit) -> None:
-    """Calls `visit` with forward and backward as Inductor gets them, its graph passes done."""
+    """Call `visit` with the forward and backward graphs that Inductor lowers, after its graph passes."""
     from torch._inductor.compile_fx import (
         _recursive_post_grad_passes,
         compile_fx,
@@ -135,12 +135,12 @@ def _train_once(model: Model, backend: Any) -> None:
 
 
 def lowered(gm: GraphModule, name: str) -> LoweredGraph:
-    """The loop IR of a graph without communication, every device able to generate."""
+    """Return the loop IR of a graph without communication, as if every device had a code generator."""
     return lower(gm, name, lambda device: True, lambda node: None)
 
 
 def inductor_scheduled(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-    """Inductor's scheduler after lowering and fusion of `gm`; generates no code."""
+    """Return Inductor's graph after lowering, scheduling and fusion of `gm`; generates no code."""
     from torch._guards import detect_fake_mode
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering

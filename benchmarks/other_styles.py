@@ -1,12 +1,13 @@
-"""Steps written in the style of other systems, before any pass: schedules for plan_quality.py.
+"""Capture schedules of steps written in the style of other systems, before any pass, for plan_quality.py.
 
     python benchmarks/other_styles.py FOLDER [CASE ...]
     python benchmarks/plan_quality.py FOLDER/*.sched --times 10
 
-`dtensors` is FSDP by DTensors alone (SimpleFSDP's way), which labels nothing: each parameter is gathered where it is
-read. `titan` is tensor and sequence parallelism on one axis and FSDP on the other, as torchtitan sets it up: hundreds
-of small collectives that the next kernel waits for. `experts` exchanges tokens twice a layer. All are captured without
-a GPU on rank 0 of a fake process group, like the corpus (tests/schedules/capture.py), and estimated for H200s.
+`dtensors` is FSDP by DTensors alone, as in SimpleFSDP: its graph has no labels, and each parameter is gathered where it
+is read. `titan` is tensor and sequence parallelism on one axis and FSDP on the other, as torchtitan sets it up:
+hundreds of small collectives that the next kernel waits for. `experts` exchanges tokens twice in every layer. All cases
+are captured without a GPU on rank 0 of a fake process group, like the corpus (tests/schedules/capture.py), and
+estimated for H200s.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.schedules.capture import NARROW, Case, capture, experts, fsdp
 
 
 def dtensors(model: Llama, mesh: DeviceMesh) -> None:
-    """Over all ranks, computing in bf16."""
+    """Shard `model` over all ranks of `mesh` with DTensors; compute in bf16."""
     fsdp_with_dtensors(model, mesh, torch.bfloat16)
 
 
@@ -40,7 +41,7 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the schedules are written")
+    parser.add_argument("folder", type=Path, help="folder to write the schedules to")
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help="%(default)s")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,11 @@
     python benchmarks/overlap_against_inductor.py [FILE ...] [--profile h200-nvlink] [--full] [--orders FOLDER]
 
 FILEs are schedules before any pass (default: the corpus in tests/schedules), estimated by the profile. Every order of
-Inductor's (inductor_orders.py) is tried on the schedule as it is and on our buckets, which need no copies;
-ours may then use as much memory as that order took, if this is more than the limit of our passes. The table has
-the best of Inductor's orders by exposed time beside ours, `--full` all of them. Exposed time and step in ms, peaks in
-GiB. An order that takes Inductor longer than `--limit` seconds of CPU time is left out and named. `--orders` keeps its
-orders as text, and takes those that are there already: they take hours, ours seconds.
+Inductor's (inductor_orders.py) is tried on the schedule as it is and on our buckets, which need no copies; ours may
+then use as much memory as that order, if this is more than our passes' limit. The table has the best of Inductor's
+orders by exposed time beside ours; with `--full`, all of them. Exposed time and step are in ms, peaks in GiB. An order
+that takes Inductor longer than `--limit` seconds of CPU time is left out and named. `--orders` caches Inductor's orders
+in a folder, because they take hours (ours take seconds).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CORPUS = Path(__file__).resolve().parents[1] / "tests" / "schedules"
 
 @dataclass(frozen=True)
 class Judged:
-    """An order and what the simulator says of it."""
+    """An order with the simulator's verdict, and the seconds it took to find."""
 
     name: str
     timeline: Timeline
@@ -56,17 +56,17 @@ class Judged:
 
     @property
     def exposed_ms(self) -> float:
-        """Of all collectives together."""
+        """Exposed time of all collectives together."""
         return self.timeline.exposed_ns / 1e6
 
     @property
     def step_ms(self) -> float:
-        """The whole replay."""
+        """Time of the whole step."""
         return self.timeline.step_ns / 1e6
 
     @property
     def peak_bytes(self) -> int:
-        """Live bytes at most."""
+        """Peak of live bytes."""
         return analyze(self.timeline.schedule).peak_bytes
 
 
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def compared(ours_ms: float, theirs_ms: float) -> str:
-    """In words, a thousandth apart being the same."""
+    """Return whether ours is "less", "more" or "the same", within a thousandth."""
     if abs(ours_ms - theirs_ms) <= 1e-3 * max(ours_ms, theirs_ms):
         return "the same"
     return "less" if ours_ms < theirs_ms else "more"
@@ -109,19 +109,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--profile", default="h200-nvlink", help="device profile (default: %(default)s)")
     parser.add_argument("--limit", type=int, default=60, help="CPU seconds for one order of Inductor's (default: 60)")
-    parser.add_argument("--orders", type=Path, help="folder that keeps Inductor's orders from run to run")
+    parser.add_argument("--orders", type=Path, help="folder that caches Inductor's orders")
     parser.add_argument("--full", action="store_true", help="all of Inductor's orders, best first")
     return parser.parse_args()
 
 
 def given_to_inductor(schedule: Schedule, ctx: Context) -> dict[str, Schedule]:
-    """The schedule as it is, and with our buckets if there are any; at full load, as our passes see it."""
+    """Return the schedule as it is and, if our passes bucket anything, the schedule with our buckets."""
     bucketed, _ = run_passes(schedule, ctx, select(("bucket",)))
     return {"": schedule} if bucketed is schedule else {"": schedule, BUCKETS: bucketed}
 
 
 def inductors(schedule: Schedule, ctx: Context, where: str, args: argparse.Namespace) -> Iterator[Judged]:
-    """Every order of Inductor's that is found within `args.limit` seconds."""
+    """Yield every order of Inductor's that is found within `args.limit` seconds."""
     for name in orders():
         found = kept(schedule, name, args)
         if found.failed:
@@ -129,12 +129,12 @@ def inductors(schedule: Schedule, ctx: Context, where: str, args: argparse.Names
             continue
         moved = schedule.replace_order(found.nodes, reorder_collectives=True)
         verify(moved, name + where, reference=schedule, may_reorder_collectives=True)
-        yield Judged(name + where, settled(simulate(moved, ctx.profile)), found.seconds)  # as ours is judged
+        yield Judged(name + where, settled(simulate(moved, ctx.profile)), found.seconds)  # judged as ours is
 
 
 @dataclass(frozen=True)
 class Order:
-    """What one of Inductor's passes made of a schedule: names of nodes, or why there are none."""
+    """The order that one of Inductor's passes gave a schedule: names of nodes, or why there is none."""
 
     nodes: tuple[str, ...]
     seconds: float  # of CPU time
@@ -142,7 +142,7 @@ class Order:
 
 
 def kept(schedule: Schedule, name: str, args: argparse.Namespace) -> Order:
-    """The order `name`, from `args.orders` if it is there; one that took too long is tried again with more time."""
+    """Return the order `name`, cached in `args.orders`; one that took too long is retried if `--limit` has grown."""
     if args.orders is None:
         return order_of(schedule, name, args.limit)
     of_what = hashlib.sha256(f"{schedule}\n{name}".encode()).hexdigest()[:12]
@@ -158,7 +158,7 @@ def kept(schedule: Schedule, name: str, args: argparse.Namespace) -> Order:
 
 
 def order_of(schedule: Schedule, name: str, limit_s: int) -> Order:
-    """Runs Inductor's passes."""
+    """Run Inductor's passes `name` on `schedule`."""
     began = time.process_time()
     try:
         with within(limit_s):
@@ -174,7 +174,7 @@ def order_of(schedule: Schedule, name: str, limit_s: int) -> Order:
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """TimeoutError when what is done inside takes more CPU time."""
+    """Raise TimeoutError when the block takes more than `seconds` of CPU time."""
 
     def ring(*_: Any) -> None:
         raise TimeoutError
@@ -188,7 +188,7 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def ours(schedule: Schedule, ctx: Context) -> Judged:
-    """The default passes."""
+    """Run our default passes on `schedule`."""
     began = time.perf_counter()
     return Judged("default", run_pipeline(schedule, ctx).after, time.perf_counter() - began)
 

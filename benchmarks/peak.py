@@ -1,4 +1,4 @@
-"""What a CUDA device holds at the peak of a run, by the line that allocated it: beside what was planned."""
+"""Measure which allocations are live at a run's peak of CUDA memory, by the source line that made them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHOWN = 25
 
 
 def at_peak(run: Callable[[], object]) -> str:
-    """The largest blocks that `run` allocated and that live when it holds most, with their lines; and how much it is.
+    """Call `run` and return as text its peak of allocated bytes and the largest blocks live then, with source lines.
 
-    Blocks that were there before count as one: the recorder did not see them come.
+    Blocks allocated before `run` are reported as one sum, because the recorder did not see their allocation.
     """
     torch.cuda.synchronize()
     before_bytes = torch.cuda.memory_allocated()
@@ -38,7 +38,7 @@ def at_peak(run: Callable[[], object]) -> str:
 
 
 def live_at_peak(events: Iterable[Mapping[str, Any]]) -> tuple[int, Sequence[Mapping[str, Any]]]:
-    """(bytes over the beginning, allocations alive then) at the highest point of an allocator's history."""
+    """Return (bytes above the beginning, live allocations) at the highest point of an allocator's history."""
     held = highest = 0
     live: dict[int, Mapping[str, Any]] = {}
     at_highest: list[Mapping[str, Any]] = []
@@ -55,7 +55,7 @@ def live_at_peak(events: Iterable[Mapping[str, Any]]) -> tuple[int, Sequence[Map
 
 
 def _line(event: Mapping[str, Any]) -> str:
-    """The innermost line of Python outside torch, as text."""
+    """Return the innermost Python source line outside torch that made this allocation, as text."""
     frames = event.get("frames") or []
     frame = next((each for each in frames if "/torch/" not in each["filename"]), frames[0] if frames else None)
     if frame is None:

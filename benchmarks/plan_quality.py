@@ -3,8 +3,8 @@
     python benchmarks/plan_quality.py [FILE ...] [--profile h200-nvlink] [--times 30]
 
 FILEs are schedules before any pass (default: the corpus in tests/schedules), estimated by the profile. The longer
-search is `refine` again, from the plan, with so many times its usual effort and another beginning of its generator, in
-the same memory. Steps in ms, peaks in GiB, seconds of CPU time. The sums at the end are of all steps.
+search runs `refine` again from the plan, with `--times` times its usual effort, another random seed and the same memory
+limit. Steps are in ms, peaks in GiB, `s` is CPU time. The last line has the sums of all steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--profile", default="h200-nvlink", help="device profile (default: %(default)s)")
-    parser.add_argument("--times", type=int, default=30, help="of the usual effort (default: %(default)s; 0: none)")
+    parser.add_argument(
+        "--times", type=int, default=30, help="the usual effort times this (default: %(default)s; 0: no longer search)"
+    )
     args = parser.parse_args()
     profile = load_profile(args.profile)
     chain = from_profile(profile)
@@ -86,7 +88,7 @@ def main() -> None:
 
 
 def searched(schedule: Schedule, ctx: Context, times: int) -> float:
-    """The step in ns after so many times the usual effort, spent from `schedule` on."""
+    """Return the step time in ns after a search from `schedule` with `times` times the usual effort."""
     search = Search(schedule, replace(ctx, effort=times * ctx.effort), seed=0)
     search.replays_in_round *= max(1, times)
     if times:

@@ -1,11 +1,11 @@
-"""Our matrix products beside the library's, in a Llama-8B layer's shapes: alone and with their epilogue fused.
+"""Time our matrix products beside the library's, in a Llama-8B layer's shapes: alone and with a fused epilogue.
 
     python benchmarks/products.py                 # one CUDA device; a table on stdout
     python benchmarks/products.py --tokens 1024
 
-Times are taken with launches hidden and after other work, alternating; `epilogue` is `silu(x @ w.T + bias) + residual`,
-which also stores the sum: the library's call and one generated kernel against one kernel of ours. `best tile` is rows x
-columns x length, warps and stages.
+Both sides alternate and are timed with launches hidden, after other work. The epilogue is
+`silu(x @ w.T + bias) + residual`, with `x @ w.T + bias` stored, too: the library's call and a generated kernel against
+one kernel of ours. `best tile` is rows x columns x length, warps and stages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WIDTH, FFN, KV = 4096, 14336, 1024
 
 
 def shapes(tokens: int) -> list[tuple[str, int, int, int, bool]]:
-    """Name, rows, columns, length, and whether the right factor lies transposed, as weights do in forward."""
+    """Return (name, rows, columns, length, whether the right factor is stored transposed, as weights in forward)."""
     return [
         ("q, o", tokens, WIDTH, WIDTH, True),
         ("k, v", tokens, KV, WIDTH, True),
@@ -73,7 +73,7 @@ def main() -> None:
 def _row(
     name: str, case: Case, tensors: dict[str, torch.Tensor], library: list[Callable[[], object]], flops: int
 ) -> list[object]:
-    """Both measured in alternation: the median of three each."""
+    """Return the table row of one product: medians of three, the library and our best tile alternating."""
     clock = clock_for(torch.device("cuda"))
     generator = TritonGenerator()
     times: dict[str, float] = {}
@@ -102,7 +102,7 @@ def _row(
 
 
 def _apart(case: Case, tensors: dict[str, torch.Tensor], columns: int, folder: str) -> list[Callable[[], object]]:
-    """The library's product with its bias, then a generated kernel for the rest."""
+    """Return the calls without fusion: the library's product with bias, then a generated kernel for the epilogue."""
     total = Load("h16", columns * p0 + p1, bf16)
     value = op("add", op("mul", total, op("sigmoid", total)), Load("residual", columns * p0 + p1, bf16))
     stores = (Store("h", columns * p0 + p1, total, f32), Store("y", columns * p0 + p1, value, bf16))

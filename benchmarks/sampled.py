@@ -1,7 +1,7 @@
-"""Where a compiling process spends its time, by looking at its stack: the same question for every system.
+"""Attribute the time of a compiling process to phases by sampling its stacks, in the same way for every system.
 
-A thread reads the stacks of all others every few milliseconds; a moment is counted for the innermost frame that tells
-whose work it is. Nothing is patched and nothing runs slower, unlike under cProfile, which triples what Dynamo takes.
+A thread reads the stacks of all other threads every few milliseconds; a sample counts for the innermost frame that
+identifies a phase. Nothing is patched and nothing runs slower, unlike under cProfile, which triples Dynamo's time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 PHASES = ("imports", "dynamo", "aot", "compiler", "run")
-"""imports: modules being loaded, whoever asked; dynamo: tracing, guards; aot: AOTAutograd; compiler: the backend's own
-work, loading what it kept included; run: the rest, which is the step itself."""
+"""imports: loading modules, whoever imports them; dynamo: tracing and guards; aot: AOTAutograd; compiler: the backend's
+own work, including loads from its cache; run: everything else, which is the step itself."""
 
-_OF_MODULE = (  # the first whose name begins a module's: modules, because a clone may lie in any folder
+_OF_MODULE = (  # the first prefix of a module's name decides; not of its path, because a clone may lie in any folder
     ("overlapc.runtime.step", "run"),
-    ("torch._dynamo.eval_frame", ""),  # on the stack of every compiled call: says nothing
+    ("torch._dynamo.eval_frame", ""),  # on the stack of every compiled call, so it identifies no phase
     ("torch._functorch._aot_autograd.runtime_wrappers", ""),
     ("torch._inductor", "compiler"),
     ("triton", "compiler"),
@@ -31,16 +31,16 @@ _OF_MODULE = (  # the first whose name begins a module's: modules, because a clo
 
 
 class Sampled:
-    """`with Sampled() as sampled:`, then `sampled.seconds()`.
+    """A sampling profiler: `with Sampled() as sampled:`, then `sampled.seconds()`.
 
-    clock: what a moment counts for has passed on it since the last; with time.process_time, waiting counts for nothing.
+    clock: a sample counts for the time that passed on this clock since the last one; time.process_time ignores waits.
     """
 
     def __init__(self, every_s: float = 0.003, clock: Callable[[], float] = time.perf_counter) -> None:
         self._every_s = every_s
         self._clock = clock
         self._seen: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self.moments = 0  # how many times the thread has looked so far
+        self.moments = 0  # number of samples so far
         self._total_s = 0.0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -56,19 +56,19 @@ class Sampled:
         self._total_s = self._clock() - self._began
 
     def seconds(self) -> dict[str, float]:
-        """By phase; they add up to the whole time."""
+        """Return seconds by phase, which add up to the whole time."""
         of_phase = dict.fromkeys(PHASES, 0.0)
         for (phase, _), seconds in self._scaled().items():
             of_phase[phase] += seconds
         return of_phase
 
     def details(self, most: int = 12) -> dict[str, float]:
-        """Seconds by phase and module: the package being imported, or the file at work."""
+        """Return the `most` largest times in seconds, by phase and the module being imported or the running file."""
         longest = sorted(self._scaled().items(), key=lambda each: -each[1])[:most]
         return {f"{phase}: {what}": seconds for (phase, what), seconds in longest}
 
     def _scaled(self) -> dict[tuple[str, str], float]:
-        """What was seen, as shares of the whole time, which begins and ends between two looks."""
+        """Return the sampled seconds scaled to the whole time, which begins and ends between two samples."""
         share = self._total_s / (sum(self._seen.values()) or 1.0)
         return {what: seconds * share for what, seconds in self._seen.items()}
 
@@ -101,7 +101,7 @@ def _phase(frame: FrameType) -> tuple[str, str]:
 
 
 def _imported(frame: FrameType) -> str:
-    """The outermost module that is being loaded: what would be saved if nobody asked for it."""
+    """Return the outermost module that is being loaded: without its import, all of this time would be saved."""
     name = ""
     for each in _outwards(frame):
         if each.f_code.co_name == "_find_and_load" and "importlib" in each.f_code.co_filename:

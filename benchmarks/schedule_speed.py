@@ -1,14 +1,14 @@
-"""How fast schedules are: parse, dependences, liveness, simulation, bound, the default passes, and local moves.
+"""Time operations on schedules: parsing, dependences, liveness, simulation, bound, default passes and local moves.
 
     python benchmarks/schedule_speed.py [NODES ...]      (default: 2000 20000; ms of CPU time, best of three)
 
-The schedule is an FSDP-like step: layers of kernels with a gather and its wait in front, then the same
-backwards with a reduce-scatter and its wait behind.
+The schedule is an FSDP-like step: layers of kernels, each after its gathers and their waits; then the layers in reverse
+order, each also followed by reduce-scatters and their waits.
 
-The default passes also run on a step whose collectives take three times as long as anything can cover.
+The default passes also run on a step whose collectives take three times as long, more than compute can hide.
 
-A local move puts a start or a wait up to 16 places earlier or later; what it costs is wall time of the incremental
-replay. It is long where a queue has a backlog, because then all that follows on it begins sooner or later.
+A local move puts a start or a wait up to 16 places earlier or later; its cost is wall time of the incremental replay.
+It is high where a queue has a backlog, because then everything that follows on this queue changes its time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Kind, Schedule
 from overlapc.schedule.text import parse
 
-KERNELS = 8  # a layer and direction; with four gathers, two scatters and their waits this makes 30 nodes a layer
+KERNELS = 8  # per layer and direction; with four gathers, two scatters and their waits this makes 30 nodes per layer
 
 
 def fsdp_step(nodes: int, reduce_group: str = "dp") -> str:
-    """A step of about `nodes` nodes as text; scatters run on the queue of `reduce_group`."""
+    """Return a step of about `nodes` nodes as schedule text; scatters run on the queue of `reduce_group`."""
     layers = max(1, nodes // (2 * KERNELS + 14))
     lines = ["schedule fsdp", "h = input : 64MiB"]
     last = "h"
@@ -72,7 +72,7 @@ def fsdp_step(nodes: int, reduce_group: str = "dp") -> str:
 
 
 def timed(what: str, call: Callable[[], Any], times: int = 3) -> Any:
-    """The result of `call`; prints how long it took, the best of so many times."""
+    """Call `call` `times` times, print the best CPU time, and return the result."""
     best_ms = math.inf
     for _ in range(times):
         begin = time.process_time()
@@ -83,14 +83,14 @@ def timed(what: str, call: Callable[[], Any], times: int = 3) -> Any:
 
 
 def slow_network(schedule: Schedule) -> Schedule:
-    """The same step, but its collectives take three times as long."""
+    """Return the same step with collectives that take three times as long."""
     return schedule.with_estimates(
         {node.name: Estimate(3 * node.estimate.ns, "given") for node in schedule.starts() if node.estimate is not None}
     )
 
 
 def planned(schedule: Schedule, profile: DeviceProfile) -> Result:
-    """What the default passes make of a schedule of which nothing has been asked before."""
+    """Run the default passes on a copy of `schedule` without any cached analysis."""
     fresh = replace(schedule)
     return run_pipeline(
         fresh, Context(profile=profile, reorder_collectives=True, overlap_margin=1.5, cache_dir=Config().cache_dir)
@@ -98,13 +98,13 @@ def planned(schedule: Schedule, profile: DeviceProfile) -> Result:
 
 
 def local_moves(schedule: Schedule, profile: DeviceProfile, count: int = 500) -> None:
-    """Print what it takes to evaluate so many random legal moves, half of which are then made."""
+    """Print the time to evaluate `count` random legal moves; every other one is then made."""
     rng = random.Random(0)
     deps = dependencies.of(schedule)
     replay = replay_of(schedule, profile, Config().cache_dir)
     movable = [at for at, node in enumerate(schedule.nodes) if node.kind in (Kind.START, Kind.WAIT)]
     tried_ms: list[float] = []
-    changing_ms: list[float] = []  # those that change a time
+    changing_ms: list[float] = []  # of moves that change the time of some node
     while len(tried_ms) < count:
         node = rng.choice(movable)
         low = to = replay.position[node]

@@ -1,6 +1,6 @@
-"""A step of a small sharded Llama under one system, on torch's fake process group: its collectives move nothing.
+"""A step of a small sharded Llama under one system, on torch's fake process group, whose collectives move no data.
 
-What is left of a collective is the host's time of its launch and of its wait. Parameters are DTensors.
+The only cost of a collective here is the host time of its launch and its wait. Parameters are DTensors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from benchmarks.kernel_subject import backend_of, copied
 from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 from overlapc.warm import watch
 
-SHARDINGS = {"TP": (1, 2), "FSDP": (4, 1), "TP x FSDP": (2, 2)}  # ways of data and of tensor parallelism
-WRAPPED = "overlapc-wrapped"  # as overlapc is where it must leave a step to AOTAutograd's wrapper
+SHARDINGS = {"TP": (1, 2), "FSDP": (4, 1), "TP x FSDP": (2, 2)}  # degrees of data parallelism and tensor parallelism
+WRAPPED = "overlapc-wrapped"  # overlapc where it must leave the step to AOTAutograd's runtime wrapper
 TRUSTING = "overlapc-trusting"  # with overlapc.trust_modules
 SHAPE = LlamaConfig(dim=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=64, max_seq=32)
 
 
 class ShardedSubject:
-    """Forward and backward of one model, whose gradients are dropped after each step."""
+    """Forward and backward of one model under one system; gradients are dropped after each step."""
 
     def __init__(self, sharding: str, system: str, device: str) -> None:
         data, tensor = SHARDINGS[sharding]
@@ -39,7 +39,7 @@ class ShardedSubject:
         if data > 1:
             for module in (*self.model.layers, self.model):
                 overlapc.fully_shard(module, mesh=mesh["dp"])
-        # Code of its own, so that no system sees what Dynamo noted for another.
+        # A code object per subject, so that no system sees what Dynamo cached for another one.
         kind = type(self.model)
         self.model.__class__ = type(kind.__name__, (kind,), {"forward": copied(Llama.forward, f"forward_{id(self)}")})
         self.tokens = torch.randint(SHAPE.vocab, (1, SHAPE.max_seq), device=device)

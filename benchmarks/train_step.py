@@ -6,14 +6,14 @@
     python benchmarks/train_step.py --tp 2 --batch 2 --systems overlapc,overlapc-nccl,eager,compile
     python benchmarks/train_step.py --device cpu --nproc 2 --model tiny --systems overlapc,inductor-raise
 
-All systems start from the same weights and see the same tokens. Each runs in processes of its own, one a GPU, and only
-one at a time: timing rounds alternate between the systems, so that drift of the machine touches all alike, and the
-table shows medians of this one run. A system that fails, or does not answer in time, loses its row and nobody else's.
-Those that measure while they compile do that alone, the others together.
+All systems start from the same weights and see the same tokens. Each runs in its own processes, one per GPU, and only
+one system at a time: timing rounds alternate between the systems, so that drift of the machine affects all alike, and
+the table shows medians of this one run. A system that fails, or does not answer in time, loses only its own row.
+Systems that measure on the device while they compile do so alone; the others compile at the same time.
 
-`--seconds` bounds it all: first steps come first, then rounds and profiles while there is time. `--parity` also runs an
-fp32 reference and compares every gradient's error with eager's. `--profile` adds kernel times from the profiler. What
-the systems are: train_systems.py. On CPUs (gloo) it shows that they run and agree, not how fast.
+`--seconds` bounds the whole run: first steps, then rounds and profiles while there is time. `--parity` also runs an
+fp32 reference and compares every gradient's error with eager's. `--profile` adds kernel times from the profiler. The
+systems are described in train_systems.py. On CPUs (gloo) the run shows that they work and agree, not how fast they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tabulate import tabulate
 from train_systems import MODELS, REFERENCE, SYSTEMS, serve  # these two are beside this file
 from turns import Turns
 
-# They measure on the device while they compile, or the others need what they leave.
+# These compile alone: they measure on the device while they compile, or other systems need their output.
 ALONE = (
     *(REFERENCE, "inductor-overlap"),
     *("overlapc", "overlapc-nccl", "overlapc-copy", "overlapc-budget", "overlapc-compute", "overlapc-none"),
@@ -51,18 +51,18 @@ class Clock:
         self._turn_s: float = args.turn_seconds
 
     def left_s(self) -> float:
-        """Until all has to be done."""
+        """Return the seconds until the end of the run."""
         return self._until - time.monotonic()
 
     def turn_s(self) -> float:
-        """What a turn may take."""
+        """Return the seconds that a turn may take."""
         return min(self._turn_s, max(5.0, self.left_s()))
 
 
 def main() -> None:
     args = arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "4")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")  # of every rank of every system
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")  # for each rank of each system
     with tempfile.TemporaryDirectory() as kept:
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def measure(turns: Turns, clock: Clock, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """First steps, then rounds, then profiles; what is known so far is kept after each."""
+    """Take first steps, then timed rounds, then profiles; write the results so far after each turn."""
     systems = [REFERENCE, *args.systems] if args.parity else args.systems
     results: dict[str, dict[str, Any]] = {system: {} for system in systems}
 
@@ -93,7 +93,7 @@ def measure(turns: Turns, clock: Clock, args: argparse.Namespace) -> dict[str, d
     timed: dict[str, list[float]] = {}
     for system in systems:
         turns.begin(system, ENVIRONMENT.get(system, {}) | _budget(system, args.memory_budget))
-    for system in systems:  # one after the other: whole models take memory until they are sharded
+    for system in systems:  # one after the other: a whole model takes memory until it is sharded
         take("build", system)
     for system in systems:
         if system in ALONE:
@@ -121,18 +121,18 @@ def measure(turns: Turns, clock: Clock, args: argparse.Namespace) -> dict[str, d
 
 
 def _budget(system: str, memory_budget: str | None) -> dict[str, str]:
-    """The variable that gives a system its budget."""
+    """Return the environment variable that sets the memory budget of `system`, if it has one."""
     return {"OVERLAPC_MEMORY_BUDGET": memory_budget} if system == "overlapc-budget" and memory_budget else {}
 
 
 def keep(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
-    """What is known so far, in case that the rest never comes."""
+    """Write the results so far to `args.out`, in case the run is cut off."""
     if args.out is not None:
         (args.out / "train_step.json").write_text(json.dumps(results, indent=1))
 
 
 def show(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
-    """The table."""
+    """Print the table."""
     keep(args, results)
     what = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {args.nproc} x {what}")
@@ -145,18 +145,18 @@ def show(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--nproc", type=int, help="ranks (default: one a GPU; 2 on CPUs)")
+    parser.add_argument("--nproc", type=int, help="ranks (default: one per GPU; 2 on CPUs)")
     parser.add_argument("--model", choices=MODELS, default="8b", help="Llama-8B shape, the demo's, or a tiny one")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=4096, help="tokens a row")
-    parser.add_argument("--batch", type=int, default=1, help="rows a GPU, or a group of --tp")
-    parser.add_argument("--tp", type=int, default=1, help="ranks that divide every layer (tensor parallelism)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens per row")
+    parser.add_argument("--batch", type=int, default=1, help="rows per GPU, or per group of --tp ranks")
+    parser.add_argument("--tp", type=int, default=1, help="degree of tensor parallelism: ranks that share every layer")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per round")
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds, systems alternating")
-    parser.add_argument("--seconds", type=float, default=560, help="for all of it (default: %(default)g)")
-    parser.add_argument("--turn-seconds", type=float, default=150, help="for one system's turn (default: %(default)g)")
-    parser.add_argument("--systems", default="overlapc,eager,compile", help=f"all, or of {', '.join(SYSTEMS)}")
-    parser.add_argument("--memory-budget", help="of overlapc-budget: 12GiB")
+    parser.add_argument("--seconds", type=float, default=560, help="limit for the whole run (default: %(default)g)")
+    parser.add_argument("--turn-seconds", type=float, default=150, help="limit for a turn (default: %(default)g)")
+    parser.add_argument("--systems", default="overlapc,eager,compile", help=f"all, or some of {', '.join(SYSTEMS)}")
+    parser.add_argument("--memory-budget", help="budget of overlapc-budget, such as 12GiB")
     parser.add_argument("--parity", action="store_true", help="errors against an fp32 reference")
     parser.add_argument("--profile", action="store_true", help="kernel times from the profiler")
     parser.add_argument("--out", type=Path, help="folder for train_step.json, records, reports and logs")

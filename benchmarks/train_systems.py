@@ -1,15 +1,15 @@
-"""One system of train_step.py on one rank: it builds its model, and does what it is told, turn by turn.
+"""One system of train_step.py on one rank: it builds its model and then runs turn by turn.
 
-Started by train_step.py through turns.py. What a system is:
+train_step.py starts it through turns.py. The systems are:
 
-    overlapc, -none, -tuned    ours with the default passes, with none, and with block sizes by measurement
-    overlapc-nccl, -copy       with collectives by NCCL, and by copies, alone (transport=)
-    overlapc-budget            with `--memory-budget`: parameters that fit stay gathered until backward
-    overlapc-compute           without communication: every rank has the whole parameters, in bf16
+    overlapc, -none, -tuned    ours with the default passes, without passes, and with measured block sizes
+    overlapc-nccl, -copy       ours with all collectives by NCCL, or all by copies (transport=)
+    overlapc-budget            ours with `--memory-budget`: parameters that fit stay gathered until backward
+    overlapc-compute           ours without communication: every rank has the whole parameters, in bf16
     eager, compile             FSDP2, and FSDP2 with every block compiled by Inductor
-    compile-16ctas, -8ctas     the same with NCCL_MAX_CTAS set (train_step.py does that)
+    compile-16ctas, -8ctas     compile with NCCL_MAX_CTAS, which train_step.py sets
     inductor, inductor-*       Inductor on the same in-graph FSDP as ours (inductor_systems.py)
-    reference                  eager FSDP2 in fp32, whose gradients are what errors are measured against
+    reference                  eager FSDP2 in fp32; errors are measured against its gradients
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlapc": {},
     "overlapc-nccl": {"transport": "nccl"},
     "overlapc-copy": {"transport": "copy"},
-    "overlapc-budget": {},  # whose budget is a variable, which train_step.py sets
+    "overlapc-budget": {},  # its budget is an environment variable that train_step.py sets
     "overlapc-compute": {},
     "overlapc-none": {"passes": "none"},
     "overlapc-tuned": {"autotune": True},
@@ -71,7 +71,7 @@ class System:
     """A system's model and data on this rank; every public method is a turn, whose result is what it returns."""
 
     def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
-        """folder: where the reference leaves its gradients, and what `args.out` asks for is written."""
+        """folder: where the reference saves its gradients for the other systems; reports go to `args.out`."""
         self.name, self.args, self.folder = name, args, folder
         self.rank = dist.get_rank()
         sizes = (dist.get_world_size() // args.tp, args.tp)
@@ -83,13 +83,13 @@ class System:
         self.shape = shape
 
     def build(self) -> dict[str, Any]:
-        """The model, sharded and not yet compiled."""
+        """Build the sharded model; it compiles at its first step."""
         self.model = build(self.name, self.shape, self.mesh)
         self.step = compiled(self.name, self.model)
         return {}
 
     def first(self) -> dict[str, Any]:
-        """The first step, which compiles; its loss, and errors of the gradients where there is a reference."""
+        """Run the first step, which compiles; return its loss, and the gradients' errors with `--parity`."""
         began = time.perf_counter()
         loss = self.step(self.tokens, self.targets)
         loss.backward()
@@ -107,11 +107,11 @@ class System:
         return result
 
     def time(self) -> dict[str, Any]:
-        """Milliseconds of each step, by CUDA events or the host's clock, and the peak of memory on this GPU."""
+        """Return the milliseconds of each step, by CUDA events or the host's clock, and this GPU's peak memory."""
         return step_times(self.once, self.args.steps, self.args.device)
 
     def profile(self) -> dict[str, Any]:
-        """Kernel times a step; ours also saves its record, with every node's time beside its prediction."""
+        """Return kernel times per step; ours also saves its record, with every node's measured and predicted time."""
         out: Path | None = self.args.out
         if self.name.startswith("overlapc"):
             with overlapc.report.measure():
@@ -128,20 +128,20 @@ class System:
         return kernel_times(spans)
 
     def once(self) -> None:
-        """One step without the optimizer."""
+        """Run one step without the optimizer."""
         self.step(self.tokens, self.targets).backward()
         self.model.zero_grad(set_to_none=True)
 
 
 def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Llama:
-    """The model sharded as the system wants it; bf16 compute, fp32 reduction (the reference: fp32 throughout).
+    """Return the model sharded for `system`; bf16 compute, fp32 reduction (the reference: fp32 throughout).
 
-    mesh: "dp", whose ranks shard parameters; a mesh "tp" beside it divides every layer among its ranks.
+    mesh: its axis "dp" shards parameters; an axis "tp" divides every layer among its ranks.
     """
     with torch.device(mesh.device_type):
         model = Llama(shape)
     model.reset_parameters(0)
-    with torch.no_grad():  # the same rounded weights everywhere, so that errors are those of the computation
+    with torch.no_grad():  # all systems get the same rounded weights, so that errors come from the computation only
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
     if "tp" in (mesh.mesh_dim_names or ()):
@@ -172,10 +172,10 @@ def compiled(system: str, model: Llama) -> Step:
     if system in OPTIONS:
         return torch.compile(model, backend="overlapc", fullgraph=True, options=OPTIONS[system])
     if system.startswith("inductor"):
-        from inductor_systems import compiled_by_inductor  # beside this file; the others need nothing of Inductor
+        from inductor_systems import compiled_by_inductor  # beside this file; other systems do not import Inductor
 
         return compiled_by_inductor(system, model)
-    if system.startswith("compile") and not isinstance(model, FSDPModule):  # which is compiled by blocks
+    if system.startswith("compile") and not isinstance(model, FSDPModule):  # an FSDP2 model is compiled by blocks
         return torch.compile(model, fullgraph=True)
     return model
 
@@ -185,7 +185,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def errors(grads: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
-    """Relative error of the gradients, all together and the worst parameter's."""
+    """Return the relative errors of the gradients: of all together, and of the worst parameter."""
     each = [((a - b).norm() / b.norm()).item() for a, b in zip(grads, reference, strict=True)]
     whole = sum((a - b).square().sum().item() for a, b in zip(grads, reference, strict=True))
     norm = sum(b.square().sum().item() for b in reference)
@@ -193,5 +193,5 @@ def errors(grads: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
 
 
 def serve(args: argparse.Namespace, folder: Path, name: str, rank: int, ranks: int, port: int) -> None:
-    """A rank of a system: takes turns until there are no more. What goes wrong ends it."""
+    """Run a rank of a system: take turns until there are no more, or until an error ends it."""
     answer_on_rank(lambda: System(name, args, folder), args.device, name, rank, ranks, port)

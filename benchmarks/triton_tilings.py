@@ -1,9 +1,10 @@
-"""Generated kernels of kernel_cases.py and held_out_kernels.py under other tilings than the heuristics' choice.
+"""Time generated kernels of kernel_cases.py and held_out_kernels.py in other tilings than the heuristics choose.
 
     python benchmarks/triton_tilings.py --cases 'Norm|cross-entropy 32k' --seconds 120
 
-Every kernel of a case is timed by itself, with launches hidden, for a few block sizes, warps, programs and pipelined
-loops around the choice of codegen/triton/tiling.py (`*`). `share`: bytes of its buffers over time, of a device copy.
+Every kernel of a case is timed by itself, with launches hidden, for a few block sizes, numbers of warps and
+programs, and pipeline depths around the choice of codegen/triton/tiling.py (`*`). The percentage is the rate of the
+bytes that the kernel must move, relative to a device copy.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ CALLS = 10
 
 @dataclass(frozen=True)
 class Kernel:
-    """One generated kernel of a case, and the graph that its buffers are from."""
+    """One generated kernel of a case, and the graph that its buffers belong to."""
 
     name: str
     op: Loops
     graph: LoweredGraph
 
     def memory(self) -> dict[str, Tensor]:
-        """Random numbers for every buffer; zeros where they may be indices."""
+        """Return memory for every buffer: random in float32 and bfloat16; else zeros, as it may hold indices."""
         found = {}
         for name in dict.fromkeys(item.buffer for item in tilings.accesses_of(self.op.body)):
             layout = self.graph.views[name].layout
@@ -66,7 +67,7 @@ class Kernel:
 
 
 def kernels_of(problem: Problem, name: str) -> list[Kernel]:
-    """What overlapc generates for a problem, forward and backward, without scatters (these change memory)."""
+    """Return the kernels that overlapc generates for a problem, forward and backward, except scatters (they mutate)."""
     found: list[Kernel] = []
 
     def compiler(gm: GraphModule, inputs: Sequence[Any], which: str) -> Any:
@@ -91,7 +92,7 @@ def kernels_of(problem: Problem, name: str) -> list[Kernel]:
 
 
 def variants(body: Body, chosen: Tiling) -> Iterator[tuple[str, Tiling]]:
-    """The choice and what lies around it."""
+    """Yield (label, tiling): the choice and its neighbours."""
     yield "*", chosen
     if chosen.form == "tiled":
         for each in alternatives(body, {}, chosen)[1:]:
@@ -161,12 +162,12 @@ def timed(kernel: Kernel, clock: Clock, cache: Path) -> list[tuple[str, float]]:
     for label, tiling in variants(kernel.op.body, chosen):
         try:
             sources[label] = generator.generate(kernel.op.body, "trial", tiling=tiling)
-        except AssertionError as error:  # a form that such sizes have no code for
+        except AssertionError as error:  # this form has no code for these sizes
             print(f"    {label}: {error}")
     memory, times = kernel.memory(), []
     try:
         loaded = dict(generator.load(list(sources.values()), cache))
-    except OverlapcError:  # one of them: find out which
+    except OverlapcError:  # one of them failed: load each by itself
         loaded = {}
     for label, source in sources.items():
         try:
@@ -180,11 +181,11 @@ def timed(kernel: Kernel, clock: Clock, cache: Path) -> list[tuple[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help="a pattern of the problems' names")
+    parser.add_argument("--cases", default="", help="regular expression for names of problems")
     parser.add_argument("--seconds", type=float, default=300, help="start no kernel after this long")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/overlapc_tilings"))
     parser.add_argument("--least", type=float, default=2, help="leave out kernels that a copy takes less for, in us")
-    parser.add_argument("--best", type=int, default=6, help="variants to print")
+    parser.add_argument("--best", type=int, default=6, help="number of fastest tilings to print")
     args = parser.parse_args()
     began, clock = time.monotonic(), Clock()
     print(f"device copy {clock.bytes_per_ns / 1e3:.2f} TB/s")

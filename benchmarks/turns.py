@@ -1,9 +1,9 @@
-"""Subjects of a benchmark in processes of their own that take turns; one that fails or hangs costs only itself.
+"""Run subjects of a benchmark in turns, each in its own processes; one that fails or hangs does not affect the others.
 
 turns = Turns(ranks=2, folder=logs, serve=serve)     # serve(subject, rank, ranks, port) is a subject's main function:
 turns.begin("eager", {"NCCL_MAX_CTAS": "8"})         #     it calls answer(store_at(port), subject, rank, do)
 turns.take("time", ["eager"], seconds=60)            # what do("time") returned on rank 0, by subject
-turns.failed                                         # subject -> why it is gone
+turns.failed                                         # subject -> why it failed
 turns.end()
 """
 
@@ -32,10 +32,10 @@ _ERROR = re.compile(r"^[\w.]*(Error|Exception|Failed)\b.*")
 
 
 class Turns:
-    """The processes, and the store through which they are told what to do."""
+    """The subjects' processes, and the store through which they get their turns."""
 
     def __init__(self, ranks: int, folder: Path, serve: Serve) -> None:
-        """folder: what a rank prints goes to <subject>_<rank>.log there. serve: must pickle."""
+        """folder: where a rank's output goes, as <subject>_<rank>.log. serve: must be picklable."""
         self.ranks, self.folder, self.serve = ranks, folder, serve
         self.failed: dict[str, str] = {}
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -43,7 +43,7 @@ class Turns:
         self._taken: dict[str, int] = {}
 
     def begin(self, subject: str, environment: Mapping[str, str]) -> None:
-        """Start a subject's ranks, which see these variables too, and wait for turns."""
+        """Start a subject's ranks with these extra environment variables; they then wait for turns."""
         self._taken[subject] = 0
         self._processes[subject] = []
         for rank in range(self.ranks):
@@ -54,11 +54,11 @@ class Turns:
             self._processes[subject].append(process)
 
     def alive(self, subjects: Sequence[str]) -> list[str]:
-        """Those of `subjects` that are there still."""
+        """Return the subjects whose processes still run."""
         return [subject for subject in subjects if subject in self._processes]
 
     def take(self, turn: str, subjects: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
-        """Let these subjects do `turn` at the same time; the first rank's results, of those that did in time."""
+        """Let these subjects do `turn` at the same time; return rank 0's result of each one that finished in time."""
         subjects = self.alive(subjects)
         for subject in subjects:
             self._store.set(f"{subject}/turn/{self._taken[subject]}", turn)
@@ -78,13 +78,13 @@ class Turns:
         return found
 
     def stop(self, subject: str) -> None:
-        """End a subject's processes at once."""
+        """Kill a subject's processes."""
         for process in self._processes.pop(subject):
             process.kill()
             process.join()
 
     def end(self) -> None:
-        """Ask all that are left to end, and make sure of it."""
+        """Ask all remaining subjects to end, and kill those that do not."""
         for subject in self._processes:
             self._store.set(f"{subject}/turn/{self._taken[subject]}", "")
         for subject, processes in list(self._processes.items()):
@@ -98,7 +98,7 @@ class Turns:
         self.stop(subject)
 
     def _last_words(self, subject: str) -> str:
-        """The last error that a rank which failed wrote, else its last line."""
+        """Return the last error in the log of a rank that failed, or its last line if there is no error."""
         for rank, process in enumerate(self._processes[subject]):
             if process.exitcode not in (None, 0):
                 lines = (self.folder / f"{subject}_{rank}.log").read_text(errors="replace").strip().splitlines()
@@ -109,12 +109,12 @@ class Turns:
 
 
 def store_at(port: int) -> dist.TCPStore:
-    """The store of `Turns`, for a rank; its process group may meet there too, under a prefix of its own."""
+    """Connect a rank to the store of `Turns`; its process group may use the same store under its own prefix."""
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(hours=1))
 
 
 def answer(store: dist.TCPStore, subject: str, rank: int, do: Callable[[str], dict[str, Any]]) -> None:
-    """Do turn after turn until there are no more. Results are JSON; what `do` raises ends the subject."""
+    """Do turn after turn until there are no more. Results are stored as JSON; an exception in `do` ends the subject."""
     for number in itertools.count():
         turn = store.get(f"{subject}/turn/{number}").decode()
         if not turn:
@@ -123,9 +123,9 @@ def answer(store: dist.TCPStore, subject: str, rank: int, do: Callable[[str], di
 
 
 def answer_on_rank(make: Callable[[], object], device: str, subject: str, rank: int, ranks: int, port: int) -> None:
-    """A rank of a subject, from its process group to its end: each turn is a method of what `make` gives.
+    """Run a rank of a subject from its process group to its end; a turn calls the method of that name on `make()`.
 
-    device: "cuda", with NCCL, one GPU a rank, whose cached memory is given back after each turn; or "cpu", with gloo.
+    device: "cuda" (NCCL, one GPU per rank, whose cached memory is released after each turn) or "cpu" (gloo).
     """
     torch._dynamo.config.recompile_limit = 64
     store = store_at(port)
@@ -142,7 +142,7 @@ def answer_on_rank(make: Callable[[], object], device: str, subject: str, rank: 
         result: dict[str, Any] = getattr(made, turn)()
         if device == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the others need it
+            torch.cuda.empty_cache()  # other subjects need this memory
         return result
 
     answer(store, subject, rank, do)
@@ -150,7 +150,7 @@ def answer_on_rank(make: Callable[[], object], device: str, subject: str, rank: 
 
 
 def each_step_ms(step: Callable[[], object], steps: int, device: str) -> list[float]:
-    """Milliseconds of each of `steps` steps: between CUDA events (device "cuda"), or by the host's clock."""
+    """Return the milliseconds of each of `steps` steps: between CUDA events (device "cuda") or by the host's clock."""
     if device != "cuda":
         clock = [time.perf_counter()]
         for _ in range(steps):
@@ -167,7 +167,7 @@ def each_step_ms(step: Callable[[], object], steps: int, device: str) -> list[fl
 
 
 def step_times(step: Callable[[], object], steps: int, device: str) -> dict[str, Any]:
-    """`times_ms` of each of `steps` steps, by CUDA events or the host's clock; `peak_gib` of memory on this GPU."""
+    """Return `times_ms` of each of `steps` steps, by CUDA events or the host's clock, and `peak_gib` of this GPU."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # the allocator's cache is empty when a turn begins
@@ -175,7 +175,7 @@ def step_times(step: Callable[[], object], steps: int, device: str) -> dict[str,
     times = each_step_ms(step, steps, device)
     if device == "cpu":
         return {"times_ms": times}
-    peak = torch.cuda.max_memory_allocated() + pools_bytes()  # torch's allocator does not know what ranks share
+    peak = torch.cuda.max_memory_allocated() + pools_bytes()  # torch's allocator does not count memory that ranks share
     return {"times_ms": times, "peak_gib": peak / 2**30}
 
 
