@@ -1,23 +1,24 @@
-"""What becomes of a job when ranks are killed, stopped or interrupted at random times, share a cache, or fill a disk.
+"""Test jobs whose ranks are killed, stopped or interrupted at random times, share a cache, or fill a disk.
 
 python benchmarks/faults.py                                  # all rows
 python benchmarks/faults.py --only kill,stop --times 5 --at-once 4
 
 Two ranks over gloo compile and train a small sharded model, each time on an empty cache.
 
-kill, stop, interrupt, interrupt_one, run_kill, run_stop, run_interrupt: one rank, or all of them, get a signal at a
-random time of a cold run's duration; `run_` jobs under `overlapc run`, `run_stop` with a watchdog. Counted are jobs in
-which every survivor ended by itself, with its last error message, and the time from the fault until the last survivor
-ended. Then the job is started again on the cache that the fault left, and has to give the losses of a job without
-faults, bit for bit.
+kill, stop, interrupt, interrupt_one, run_kill, run_stop, run_interrupt: one rank, or all ranks, get a signal at a
+random time within the duration of a cold run; `run_` jobs run under `overlapc run`, `run_stop` with a watchdog. The row
+has the number of jobs in which a survivor hung, the time from the fault until the last survivor ended, and the
+survivors' last error messages. Then the job is started again on the cache that the fault left, and has to give the
+losses of a job without faults, bit for bit.
 
-cold: 8 processes that compile the same step start together on one empty cache. two: two jobs with different models do.
-disk: the cache lies on a filesystem of a random size, which may be too small. Each has to give the losses of a job
-without faults, or to end with an error that says what to do.
+cold: 8 processes that compile the same step start together on one empty cache. two: two jobs with different models
+start on one empty cache. disk: the cache lies on a filesystem of a random size, which may be too small. These jobs have
+to give the losses of a job without faults, or to end with an error that says what to do.
 
-compilations: one process compiles 200 different functions; what it holds at its 50th, 100th and last.
+compilations: one process compiles 200 different functions; printed are its memory, descriptors, threads and children
+after the 50th, the 100th and the last one.
 
-Prints the table for docs/BENCHMARKS.md, and to stderr the logs of jobs that did not do what they should.
+Prints the table for docs/BENCHMARKS.md, and to stderr the logs of jobs that failed these checks.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = multiprocessing.get_context("forkserver")
 RANK_TIMEOUT_S = 5.0
-WATCHDOG_S = 5.0  # of `run_stop`; ten times that for the first step
-HANGS_S = 120.0  # a process that still runs this long after the fault, or after its start without one, hangs
+WATCHDOG_S = 5.0  # --watchdog of `run_stop`; the first step may take ten times as long
+HANGS_S = 120.0  # a process that still runs this long after the fault, or after its start if there is no fault, hangs
 COMPILATIONS = 200
 COLD = 8  # processes that start together
 DISK_KIB = (64, 1024)  # the smallest and the largest filesystem; a job's cache takes some 300 KiB
-WIDTHS = (64, 96)  # of the models of two jobs that share a cache
-_TAIL = 30  # lines of a log that is shown
+WIDTHS = (64, 96)  # widths of the models of two jobs that share a cache
+_TAIL = 30  # lines to show of a log
 _APART = "OVERLAPC_BENCHMARK_MOUNTS"  # set in a process that may mount filesystems
 
 SCRIPT = """
@@ -69,7 +70,7 @@ train({out!r}, {cache!r})
 
 
 def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S, width: int = WIDTHS[0]) -> None:
-    """Two steps of a small sharded model on this rank; its losses go to a file."""
+    """Run two steps of a small sharded model on this rank; write its losses to a file."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -78,7 +79,8 @@ def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S, width: i
     import overlapc
 
     if not dist.is_initialized():
-        # A rank that is stopped before all have joined is torch's to find: in half of the time that counts as hanging.
+        # If a rank is stopped before all ranks have joined, torch's timeout must end the others before they count as
+        # hanging.
         dist.init_process_group("gloo", timeout=timedelta(seconds=HANGS_S / 2))
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -104,7 +106,7 @@ def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S, width: i
 def rank_main(
     rank: int, ranks: int, port: int, out: str, cache: str, rank_timeout_s: float, width: int = WIDTHS[0]
 ) -> None:
-    """A rank's process, from start to end."""
+    """Run a rank's process from start to end."""
     log = os.open(Path(out) / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -117,7 +119,7 @@ def rank_main(
 
 
 class Job:
-    """The processes of a job, and what they left in `out`."""
+    """The processes of a job, with their logs and losses in `out`."""
 
     def __init__(
         self, out: Path, cache: Path, rank_timeout_s: float = RANK_TIMEOUT_S, ranks: int = 2, width: int = WIDTHS[0]
@@ -135,24 +137,24 @@ class Job:
             rank.start()
 
     def join(self, ranks: Sequence[int], seconds: float) -> bool:
-        """Whether these ranks ended within `seconds`."""
+        """Wait for these ranks; return whether they ended within `seconds`."""
         until = time.monotonic() + seconds
         for rank in ranks:
             self.ranks[rank].join(max(0.0, until - time.monotonic()))
         return not any(self.ranks[rank].is_alive() for rank in ranks)
 
     def end(self) -> None:
-        """Kills what still runs."""
+        """Kill the processes that still run."""
         for rank in self.ranks:
             rank.kill()
             rank.join()
 
     def losses(self) -> list[str]:
-        """Of the ranks that came to their end."""
+        """Return the losses of the ranks that finished."""
         return [path.read_text() for path in sorted(self.out.glob("losses.[0-9]"))]
 
     def error(self, ranks: Sequence[int] = (0, 1)) -> str:
-        """The last error of the first of `ranks` that printed one, without what differs from run to run."""
+        """Return the last error of the first of `ranks` that printed one, without parts that differ from run to run."""
         for rank in ranks:
             found = last_error(read(self.out / f"log.{rank}"))
             if found:
@@ -160,18 +162,18 @@ class Job:
         return "no error"
 
     def tails(self) -> str:
-        """The ends of all logs."""
+        """Return the last lines of all logs."""
         logs = [(path.name, read(path).splitlines()[-_TAIL:]) for path in sorted(self.out.glob("log.*"))]
         return "\n".join("\n".join([f"--- {name}", *lines]) for name, lines in logs)
 
 
 def read(path: Path) -> str:
-    """A log's text; "" where there is none."""
+    """Return a log's text; "" if there is no log."""
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def last_error(log: str) -> str:
-    """The last line of a log that names an error, without what differs from run to run."""
+    """Return the last line of a log that names an error, without parts that differ from run to run."""
     errors = [line for line in log.splitlines() if re.match(r"[\w.]*(Error|Interrupt|Disagree|Exception)\b", line)]
     if not errors:
         return ""
@@ -186,38 +188,38 @@ def last_error(log: str) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all jobs of a run are compared with."""
+    """The references that all jobs of a run are compared with."""
 
     references: dict[int, list[str]]  # width -> losses of a job of two ranks without faults
     of_one_rank: list[str]  # losses of the usual model on one rank
-    cold_s: float  # that a job on an empty cache takes, with as many others beside it as there are here
+    cold_s: float  # duration of a job on an empty cache, with as many jobs at once as in this run
 
     @property
     def reference(self) -> list[str]:
-        """Losses of the usual job."""
+        """Losses of the default job."""
         return self.references[WIDTHS[0]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one job."""
+    """The outcome of one job."""
 
     message: str
     seconds: float  # from the fault (or from the start) until the last survivor had ended
     hung: bool = False
-    early: bool = False  # it had ended before the fault could come: not counted
-    wrong: str = ""  # what it, or the job after it on the same cache, did not do as it should
+    early: bool = False  # the job ended before the fault: not counted
+    wrong: str = ""  # what this job, or the next one on the same cache, did wrong; "" if nothing
 
 
 @contextmanager
 def folder_for_a_job() -> Iterator[Path]:
-    """A temporary folder."""
+    """Yield a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="faults", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def started_again(folder: Path, reference: list[str]) -> str:
-    """What is wrong with a job on the cache in `folder`; "" if it gives the losses of a job without faults."""
+    """Run a job on the cache in `folder`; return what is wrong, or "" if its losses are those without faults."""
     began = time.monotonic()
     job = Job(folder / "again", folder / "cache", HANGS_S)
     ended = job.join((0, 1), HANGS_S)
@@ -229,30 +231,30 @@ def started_again(folder: Path, reference: list[str]) -> str:
     return f"the job on this cache {what}\n{job.tails()}"
 
 
-# --- faults: each makes one job, and is given when the fault comes
+# --- faults: each function sends signals to the ranks of one job
 
-Strike = Callable[[list[BaseProcess], random.Random], list[int]]  # returns the ranks that shall end by themselves
+Strike = Callable[[list[BaseProcess], random.Random], list[int]]  # returns the ranks that must end by themselves
 
 
 def kill(ranks: list[BaseProcess], choice: random.Random) -> list[int]:
-    """SIGKILL to one rank."""
+    """Send SIGKILL to one rank."""
     return _signalled(ranks, choice.randrange(2), signal.SIGKILL)
 
 
 def stop(ranks: list[BaseProcess], choice: random.Random) -> list[int]:
-    """SIGSTOP to one rank."""
+    """Send SIGSTOP to one rank."""
     return _signalled(ranks, choice.randrange(2), signal.SIGSTOP)
 
 
 def interrupt(ranks: list[BaseProcess], _: random.Random) -> list[int]:
-    """Ctrl-C in a terminal reaches all ranks."""
+    """Send SIGINT to all ranks, as Ctrl-C in a terminal does."""
     for rank in ranks:
         _send(rank, signal.SIGINT)
     return [0, 1]
 
 
 def interrupt_one(ranks: list[BaseProcess], choice: random.Random) -> list[int]:
-    """SIGINT to one rank, as a cluster's agent may send it."""
+    """Send SIGINT to one rank, as a cluster's agent may do."""
     _signalled(ranks, choice.randrange(2), signal.SIGINT)
     return [0, 1]
 
@@ -269,7 +271,7 @@ def _send(rank: BaseProcess, number: int) -> None:
 
 
 def struck(strike: Strike, setting: Setting, choice: random.Random) -> Outcome:
-    """One job with the fault at a random time, and one without on the same cache."""
+    """Run one job with the fault at a random time, then one without a fault on the same cache."""
     with folder_for_a_job() as folder:
         job = Job(folder / "job", folder / "cache")
         time.sleep(choice.uniform(0.0, setting.cold_s))
@@ -286,7 +288,7 @@ def struck(strike: Strike, setting: Setting, choice: random.Random) -> Outcome:
 
 
 def under_the_launcher(how: str, setting: Setting, choice: random.Random) -> Outcome:
-    """`overlapc run`: a signal to one of its ranks or to itself; then the job again on the same cache."""
+    """Run a job under `overlapc run` and signal one rank or the launcher; then run the job again on the same cache."""
     with folder_for_a_job() as folder:
         (folder / "job").mkdir()
         script = folder / "job.py"
@@ -301,7 +303,7 @@ def under_the_launcher(how: str, setting: Setting, choice: random.Random) -> Out
             time.sleep(0.02)
             pids = sorted(folder.glob(".overlap.json.*/rank*/pid"))
         ranks = [int(path.read_text()) for path in pids]
-        time.sleep(choice.uniform(0.0, setting.cold_s + 5.0))  # importing torch takes a rank that long
+        time.sleep(choice.uniform(0.0, setting.cold_s + 5.0))  # 5 s: a rank imports torch first
         early = job.poll() is not None
         began = time.monotonic()
         if not early and how == "interrupt":
@@ -327,7 +329,7 @@ def under_the_launcher(how: str, setting: Setting, choice: random.Random) -> Out
 
 
 def _runs(pid: int, script: str) -> bool:
-    """Whether this process is there and runs `script`."""
+    """Whether this process exists and runs `script`."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state != "Z" and script in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -335,11 +337,11 @@ def _runs(pid: int, script: str) -> bool:
         return False
 
 
-# --- caches that several share, or that are full
+# --- shared caches, and full caches
 
 
 def started_together(jobs: Sequence[Job], references: Sequence[list[str]], of: str) -> Outcome:
-    """What came of jobs that were just started, each of which should give its reference's losses."""
+    """Wait for jobs that were just started, each of which must give its reference's losses; return their outcome."""
     began = time.monotonic()
     ended = [job.join(range(len(job.ranks)), max(0.0, began + HANGS_S - time.monotonic())) for job in jobs]
     took = time.monotonic() - began
@@ -352,14 +354,14 @@ def started_together(jobs: Sequence[Job], references: Sequence[list[str]], of: s
 
 
 def cold_together(setting: Setting, _: random.Random) -> Outcome:
-    """Many processes compile the same step, which is not sharded, on one empty cache."""
+    """Let many processes compile the same unsharded step on one empty cache."""
     with folder_for_a_job() as folder:
         jobs = [Job(folder / str(at), folder / "cache", HANGS_S, ranks=1) for at in range(COLD)]
         return started_together(jobs, [setting.of_one_rank] * COLD, "processes")
 
 
 def two_jobs(setting: Setting, choice: random.Random) -> Outcome:
-    """Two jobs with different models compile on one empty cache, the second a little later."""
+    """Let two jobs with different models compile on one empty cache, the second a little later."""
     with folder_for_a_job() as folder:
         jobs = []
         for width in WIDTHS:
@@ -369,7 +371,7 @@ def two_jobs(setting: Setting, choice: random.Random) -> Outcome:
 
 
 def full_disk(setting: Setting, choice: random.Random) -> Outcome:
-    """The cache lies on a filesystem that is full sooner or later."""
+    """Run a job whose cache lies on a filesystem that may be too small."""
     with folder_for_a_job() as folder:
         cache = folder / "cache"
         cache.mkdir(mode=0o700)
@@ -391,11 +393,11 @@ def full_disk(setting: Setting, choice: random.Random) -> Outcome:
         return Outcome(message, took, not ended, wrong="" if told else f"{size} KiB: {message}\n{job.tails()}")
 
 
-# --- one process that compiles much
+# --- many compilations in one process
 
 
 def holds() -> dict[str, int]:
-    """What this process holds."""
+    """Return this process's memory, descriptors, threads and children."""
     status = Path("/proc/self/status").read_text()
     children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid="], capture_output=True, text=True)
     return {
@@ -407,7 +409,7 @@ def holds() -> dict[str, int]:
 
 
 def compile_many(times: int) -> list[tuple[int, dict[str, int]]]:
-    """What this process holds after a quarter of `times` compilations, half, and all; none is used any more then."""
+    """Return `holds()` after a quarter, half and all of `times` compilations, whose functions are then unreferenced."""
     import torch
 
     import overlapc  # noqa: F401 (registers the backend, also where the package is not installed)
@@ -419,7 +421,7 @@ def compile_many(times: int) -> list[tuple[int, dict[str, int]]]:
         step = torch.compile(lambda x, at=at: ((x @ weight).sin() * at).sum(), backend="overlapc", dynamic=False)
         step(torch.randn(4, 16)).backward()
         del step
-        if at % 8 == 0:  # Dynamo runs what shares code with eight others eagerly
+        if at % 8 == 0:  # Dynamo runs a function eagerly after eight others with the same code
             torch._dynamo.reset()
         if at in (times // 4, times // 2, times):
             seen.append((at, holds()))
@@ -431,7 +433,7 @@ def compile_many(times: int) -> list[tuple[int, dict[str, int]]]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: what happens, how often, and how one job of it is made."""
+    """A row of the table: the fault, the number of jobs, and the function that runs one job."""
 
     name: str
     times: int
@@ -455,7 +457,7 @@ ROWS = {
 
 
 def measured(ranks: int, width: int) -> tuple[list[str], float]:
-    """The losses of a job to which nothing happens, and how long it took."""
+    """Return the losses and the seconds of a job without a fault."""
     with folder_for_a_job() as folder:
         began = time.monotonic()
         job = Job(folder / "job", folder / "cache", HANGS_S, ranks, width)
@@ -468,7 +470,7 @@ def measured(ranks: int, width: int) -> tuple[list[str], float]:
 
 
 def setting_of(pool: ThreadPoolExecutor, at_once: int) -> Setting:
-    """Reference losses, and the time of a cold job beside as many others as rows run at once."""
+    """Return reference losses, and the time of a cold job with `at_once` jobs running."""
     alone, _ = measured(1, WIDTHS[0])
     other, _ = measured(2, WIDTHS[1])
     beside = list(pool.map(lambda _: measured(2, WIDTHS[0]), range(at_once)))
@@ -478,14 +480,14 @@ def setting_of(pool: ThreadPoolExecutor, at_once: int) -> Setting:
 
 
 def trial(row: Row, number: int, setting: Setting, seed: int, until: float) -> Outcome | None:
-    """One job of a row; None when the time is over."""
+    """Run one job of a row; None if the time is over."""
     if time.monotonic() > until:
         return None
     return row.trial(setting, random.Random(f"{seed} {row.name} {number}"))
 
 
 def show(row: Row, outcomes: Sequence[Outcome]) -> bool:
-    """Prints a row; whether every job did what it should."""
+    """Print a row; return whether every job passed."""
     counted = [outcome for outcome in outcomes if not outcome.early]
     for outcome in outcomes:
         if outcome.wrong:
@@ -500,19 +502,19 @@ def show(row: Row, outcomes: Sequence[Outcome]) -> bool:
 
 
 def main() -> int:
-    """Runs what was asked for, and prints a table; 1 if a job did not do what it should."""
+    """Run the selected rows and print a table; return 1 if a job failed its checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = [*ROWS, "compilations"]
     parser.add_argument("--only", default=",".join(kinds), help=f"some of {','.join(kinds)}")
-    parser.add_argument("--times", type=int, help="jobs of each row (default: 50 of kill, 5 to 20 of the others)")
-    parser.add_argument("--at-once", type=int, default=1, help="jobs that run beside each other (default: 1)")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no more jobs begin (default: 3600)")
+    parser.add_argument("--times", type=int, help="jobs per row (default: 50 for kill, 5 to 20 for other rows)")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs that run at once (default: 1)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no job after this time (default: 3600)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     asked = args.only.split(",")
     if unknown := set(asked) - set(kinds):
         parser.error(f"no row named {', '.join(unknown)}; there are {', '.join(kinds)}")
-    if "disk" in asked and _APART not in os.environ:  # mounts of its own, which go with its processes
+    if "disk" in asked and _APART not in os.environ:  # a mount namespace, whose mounts vanish with its processes
         apart = ["unshare", "--map-root-user", "--mount"]
         if subprocess.run([*apart, "true"], stderr=subprocess.DEVNULL).returncode == 0:
             os.execvpe(apart[0], [*apart, sys.executable, *sys.argv], {**os.environ, _APART: "1"})
@@ -530,7 +532,7 @@ def main() -> int:
             print(f"a cold job takes {setting.cold_s:.1f} s, {args.at_once} at once", flush=True)
             times = {kind: args.times or ROWS[kind].times for kind in ROWS if kind in asked}
             jobs = [(kind, number) for kind, count in times.items() for number in range(count)]
-            jobs.sort(key=lambda job: (job[1] + 0.5) / times[job[0]])  # a share of each row, should the time be over
+            jobs.sort(key=lambda job: (job[1] + 0.5) / times[job[0]])  # interleave rows, in case the time runs out
             coming: dict[str, list[Future[Outcome | None]]] = {kind: [] for kind in times}
             for kind, number in jobs:
                 coming[kind].append(pool.submit(trial, ROWS[kind], number, setting, args.seed, until))

@@ -1,12 +1,12 @@
-"""Files that people exchange, damaged: every command that reads one refuses it in a line, or takes it.
+"""Damage files that people exchange: every command that reads one must accept it or refuse it with a short message.
 
     python benchmarks/fuzz_files.py --each 250 [--seed 0] [--kinds schedule,record] [--keep DIR]
 
-A file of each kind (schedule, record, profile, trace, cache entry) is mutated, and a command reads it in a process
-forked for it, with at most 10 s of CPU time. Refused is exit code 2 with a short message, or 1 where a plan does not
+A file of each kind (schedule, record, profile, trace, cache entry) is mutated, and a command reads it in a forked
+process, with at most 10 s of CPU time. A file is refused with exit code 2 and a short message, or 1 if a plan does not
 fit its memory; a traceback, any other exit code, a signal, a message longer than 2,000 characters, and 2 GiB of memory
-are failures. Of a cache entry it is asked that the program which finds it computes what eager does. One in 50 runs as a
-process of its own, from the command line.
+are failures. A program that finds a damaged cache entry must compute eager's results. One in 50 commands runs in a new
+process from the command line.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from overlapc import documents
 from overlapc.config import Config
 from overlapc.launch import cli
 from overlapc.launch.plan import plan_text
-from overlapc.report import html, trace  # noqa: F401 - imported before the forks, as is all that follows
+from overlapc.report import html, trace  # noqa: F401 - imported before the forks, as are the next modules
 from overlapc.report.model import Measured
 from overlapc.report.record import Report
 
 CPU_S = 10
 MEMORY_BYTES = 2 * 2**30
 MESSAGE = 2000
-HANG_S = 300  # of the clock: the machine may be busy
+HANG_S = 300  # wall time, because the machine may be busy
 
 SCHEDULE = """\
 schedule step budget=64MiB
@@ -71,7 +71,7 @@ return %w3, %w4, h1
 
 
 def record_of(text: str) -> Report:
-    """A plan of the schedules as if it had been measured."""
+    """Plan the schedules in `text`; return the report as if it had been measured."""
     report = plan_text(text, Config(profile="h200-nvlink"))
     (step,) = report.steps
     graphs = []
@@ -84,7 +84,7 @@ def record_of(text: str) -> Report:
 
 
 def trace_of(report: Report) -> str:
-    """A profiler's trace of two runs of its graphs on a GPU."""
+    """Return a profiler's trace of two runs of the report's graphs on a GPU."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]
     at = 0.0
     for number in range(2):
@@ -117,7 +117,7 @@ def trace_of(report: Report) -> str:
     return json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 0}, "traceEvents": events})
 
 
-# --- mutations: each gives other bytes
+# --- mutations: each returns changed bytes
 
 
 def _number(rng: random.Random) -> str:
@@ -179,7 +179,7 @@ def swap_lines(data: bytes, rng: random.Random) -> bytes:
 
 
 def other_number(data: bytes, rng: random.Random) -> bytes:
-    """A number in the text becomes one that is out of range."""
+    """Replace a number in the text by one that is out of range."""
     text = data.decode()
     starts = [at for at, each in enumerate(text) if each.isdigit() and (not at or not text[at - 1].isalnum())]
     if not starts:
@@ -239,7 +239,7 @@ ANY = (flip, insert_bytes, truncate, repeat_slice, drop_slice, swap_lines, other
 
 
 def json_value(data: bytes, rng: random.Random) -> bytes:
-    """A value somewhere in the document becomes another, is lost, doubled or renamed."""
+    """Replace, remove, double or rename a value somewhere in the document."""
     document = json.loads(data)
     places: list[tuple[Any, Any]] = []
 
@@ -294,16 +294,16 @@ def json_value(data: bytes, rng: random.Random) -> bytes:
     return json.dumps(document).encode()
 
 
-JSON = (json_value,) * 12  # as likely as all others
+JSON = (json_value,) * 12  # as likely as all other mutations
 TEXT = (other_word,) * 6
 
 
-# --- what reads them
+# --- commands and programs that read the files
 
 
 @dataclass
 class Seeds:
-    """Whole files, and a folder for what commands write."""
+    """Undamaged files by kind, and a folder for the commands' output."""
 
     folder: Path
     texts: dict[str, bytes] = field(default_factory=dict)
@@ -325,7 +325,7 @@ class Seeds:
         return seeds
 
     def command(self, kind: str, file: Path, rng: random.Random) -> list[str]:
-        """A command that reads the file."""
+        """Return a random command that reads the file."""
         at = str(file)
         schedule, record = str(self.folder / "whole.schedule"), str(self.folder / "whole.record")
         names = ("report.html", "trace.pftrace", "schedule.txt", "record.json", "table.txt")
@@ -358,7 +358,7 @@ PROGRAMS: tuple[Callable[..., torch.Tensor], ...] = (lambda x: x.sin() + 1, lamb
 
 
 def run_programs(cache: Path) -> int:
-    """Exit code 0 if compiled programs that find what is in the cache compute what eager does."""
+    """Run compiled programs with this cache; return 0 if they compute eager's results, or 3."""
     from overlapc.runtime import cpp_launch
     from overlapc.warm import cached_graph, cached_step
 
@@ -375,7 +375,7 @@ def run_programs(cache: Path) -> int:
 
 
 def damage(cache: Path, rng: random.Random) -> None:
-    """An entry, a voucher, a lock or a folder of the cache becomes something else; or two entries change places."""
+    """Replace or damage an entry, a checksum file, a lock or a folder of the cache, or exchange two entries."""
     paths = sorted(path for path in cache.rglob("*") if not path.name.startswith("."))
     path = rng.choice(paths)
     how = rng.choice(["bytes", "bytes", "bytes", "gone", "folder", "loop", "pipe", "swap", "mode", "empty"])
@@ -409,7 +409,7 @@ def damage(cache: Path, rng: random.Random) -> None:
 
 @dataclass
 class Tally:
-    """What came of the mutations of one kind."""
+    """Results of the mutations of one kind."""
 
     ends: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
@@ -421,14 +421,14 @@ class Tally:
 class End:
     """How a process ended."""
 
-    status: str  # "refused", "taken", or what is wrong
+    status: str  # "refused", "taken" (accepted), or what is wrong
     cpu_s: float
     peak_bytes: int
     said: str
 
 
 def in_fork(run: Callable[[], int], errors: Path) -> End:
-    """Runs it in a copy of this process."""
+    """Run `run` in a fork of this process."""
     child = os.fork()
     if not child:
         with errors.open("wb") as file, open(os.devnull, "wb") as nothing:
@@ -440,7 +440,7 @@ def in_fork(run: Callable[[], int], errors: Path) -> End:
         code = 1
         try:
             code = run()
-        except BaseException:  # noqa: BLE001 - whatever it is, it is what is looked for
+        except BaseException:  # noqa: BLE001 - every exception is a finding
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -460,7 +460,7 @@ def in_fork(run: Callable[[], int], errors: Path) -> End:
 
 
 def in_process(command: Sequence[str]) -> End:
-    """The command line itself."""
+    """Run the command from the command line, in a new process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-m", "overlapc.launch.cli", *command], capture_output=True, timeout=HANG_S)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -484,7 +484,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=250, help="mutations of each kind (default: 250)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="schedule,record,profile,trace,cache")
-    parser.add_argument("--keep", type=Path, help="folder for the files that failed")
+    parser.add_argument("--keep", type=Path, help="folder for files whose commands failed")
     given = parser.parse_args()
     tallies = {kind: Tally() for kind in given.kinds.split(",")}
     with tempfile.TemporaryDirectory() as name:

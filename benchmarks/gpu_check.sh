@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
+# Runs everything that needs GPUs; each part has a time limit, so that one that hangs does not stop the others.
 #   OUT=/tmp/out benchmarks/gpu_check.sh PART ...     (default: tests train); the parts are the cases below
 # Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
 set -u
@@ -23,7 +23,7 @@ for what in "${@:-tests train}"; do
     for each in $what; do
         case $each in
         tests) part tests 300 $python -m pytest -q -p no:cacheprovider tests/multigpu ;;
-        parity) # what is compared with eager or with itself, not timed, so all at once
+        parity) # these tests compare results and take no times, so they run at once
             test="$python -m pytest -q -p no:cacheprovider -rs --durations=5"
             CUDA_VISIBLE_DEVICES=0,1 part parity_one 120 $test tests/multigpu/test_cuda_graphs.py \
                 tests/multigpu/test_deterministic.py tests/multigpu/test_device.py tests/multigpu/test_bucket_nccl.py &
@@ -34,22 +34,22 @@ for what in "${@:-tests train}"; do
             ;;
         train) part train 300 $python benchmarks/train_step.py --parity --profile \
             --systems "${SYSTEMS:-overlapc,overlapc-none,eager,compile}" --rounds 3 --steps 4 --out "$out" ;;
-        inductor) # the same in-graph FSDP compiled by Inductor, with each of its ways to overlap, in one alternating run
+        inductor) # the same in-graph FSDP compiled by Inductor, with each of its methods to overlap, in one alternating run
             part inductor 320 $python benchmarks/train_step.py --profile --rounds 3 --steps 4 --seconds 290 \
                 --systems all --out "$out/inductor" ;;
         thrifty) NCCL_MAX_CTAS=16 part thrifty 200 $python benchmarks/train_step.py --profile \
             --systems overlapc,compile --rounds 3 --steps 4 --out "$out/thrifty" ;;
         calibrate) part calibrate 200 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
             --name h200-nvlink --ranks-per-host 8 --out "$out/h200-nvlink.json" ;;
-        contention) # on the profile just taken if there is one
+        contention) # with the profile just calibrated, if there is one
             profile=h200-nvlink
             [ -f "$out/h200-nvlink.json" ] && profile=$out/h200-nvlink.json
             LINES_SHOWN=150 part contention 110 torchrun --nproc-per-node "$gpus" benchmarks/contention.py --profile "$profile" \
                 --channels "${CHANNELS:-0}" --out "$out/contention"
             ;;
-        clock) # what the load does to the clock; one GPU
+        clock) # effect of load on the clock; one GPU
             LINES_SHOWN=300 part clock 80 $python benchmarks/clock.py --out "$out/clock" ;;
-        predict) # calibrate, then whole steps, memory and collectives predicted and measured on the profile just taken
+        predict) # calibrate; then predict whole steps, memory and collectives with that profile, and measure them
             part calibrate 170 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
                 --ranks-per-host 8 --out "$out/h200-nvlink.json"
             profile=h200-nvlink
@@ -58,7 +58,7 @@ for what in "${@:-tests train}"; do
                 benchmarks/predict.py --profile "$profile" --seconds "${PREDICT_SECONDS:-170}" --out "$out/predict" \
                 ${PREDICT_ARGS:-}
             ;;
-        measure) # every node predicted and measured, on the profile just taken if there is one
+        measure) # every node predicted and measured, with the profile just calibrated, if there is one
             profile=h200-nvlink
             [ -f "$out/h200-nvlink.json" ] && profile=$out/h200-nvlink.json
             OVERLAPC_PROFILE=$profile part measure 200 $python benchmarks/train_step.py --profile \

@@ -1,7 +1,7 @@
-"""Kernels as models write them, none of which kernels were tuned on: `benchmarks/kernels.py --list-of held-out`.
+"""Kernels from models on which the code generator was not tuned: `benchmarks/kernels.py --list-of held-out`.
 
-Packed, interleaved and transposed forms, other dtypes, with and without bias, odd sizes. A problem is what
-kernel_cases.py says; what is mended because of one of these stays here, since no size of a kernel was chosen by it.
+Packed, interleaved and transposed forms, other dtypes, with and without bias, odd sizes. `Problem` is that of
+kernel_cases.py. A problem stays in this list after a defect that it revealed is fixed, since it chose no block size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Inductor's overlap passes on our schedules: each turns a `Schedule` into the same nodes in Inductor's order.
+"""Run Inductor's overlap passes on our schedules: each returns a `Schedule` with the same nodes in Inductor's order.
 
-Its scheduler passes (torch._inductor.comms) move scheduler nodes, its overlap scheduling moves FX nodes. Both are
-handed stand-ins with what the passes look at: dependences, live bytes and estimates, all of them ours. So an order of
-theirs is judged by the simulator that judges ours, on the same graph. Written for torch 2.13; needs no GPU.
+Its scheduler passes (torch._inductor.comms) move scheduler nodes, its overlap scheduling moves FX nodes. Both get
+stand-ins with the attributes that the passes read: dependences, live bytes and estimates, all of them ours. So the
+simulator judges Inductor's orders and ours on the same graph. Written for torch 2.13; needs no GPU.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ ITERATIVE = (
 
 
 class NoStandIn(Exception):
-    """A schedule that an order of Inductor's cannot be asked for; the message says why."""
+    """Raised for a schedule that has no stand-in for Inductor's passes; the message says why."""
 
 
 def orders() -> dict[str, Callable[[Schedule], Schedule]]:
-    """Every order of Inductor's that is compared, by name."""
+    """Return every order of Inductor's that is compared, by name."""
     return {
         "raise + sink greedily": lambda schedule: by_scheduler(schedule, (comms.raise_comms, comms.sink_waits)),
         "reorder for overlap": lambda schedule: by_scheduler(schedule, (comms.reorder_compute_for_overlap,)),
@@ -58,7 +58,7 @@ def orders() -> dict[str, Callable[[Schedule], Schedule]]:
 
 
 class _Buffer:
-    """Stands for a `SchedulerBuffer`: a name, and the storage that comes to be with it."""
+    """Stand-in for a `SchedulerBuffer`: a name, and the storage that is allocated with it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -69,7 +69,7 @@ class _Buffer:
 
 
 class _Stub:
-    """Stands for a `BaseSchedulerNode`."""
+    """Stand-in for a `BaseSchedulerNode`."""
 
     def __init__(self, at: int, node: Node, earlier: Sequence[_Stub], schedule: Schedule) -> None:
         self.at, self.kind = at, node.kind
@@ -120,9 +120,9 @@ class _Stub:
 def by_scheduler(
     schedule: Schedule, passes: Sequence[Callable[[list[Any]], list[Any]]], by_estimates: bool = False
 ) -> Schedule:
-    """`schedule` in the order that passes of `torch._inductor.comms` give it, one after the other.
+    """Return `schedule` in the order that these passes of `torch._inductor.comms` give it, one after the other.
 
-    by_estimates: the iterative ones stop where their estimates say that a collective is hidden.
+    by_estimates: the iterative passes stop where their estimates say that a collective is hidden.
     """
     stubs: list[Any] = []
     for at, node in enumerate(schedule.nodes):
@@ -135,7 +135,7 @@ def by_scheduler(
 
 @contextmanager
 def _stands_for_inductor(schedule: Schedule, stubs: Sequence[_Stub], by_estimates: bool) -> Iterator[None]:
-    """What the passes ask of the graph, answered from `schedule`."""
+    """Answer the passes' queries about the graph from `schedule`, inside the block."""
     inputs, outputs = _liveness(schedule, stubs)
     graph = SimpleNamespace(graph_inputs=dict.fromkeys(inputs), get_output_names=lambda: list(outputs))
 
@@ -161,7 +161,7 @@ def _stands_for_inductor(schedule: Schedule, stubs: Sequence[_Stub], by_estimate
 
 
 def _liveness(schedule: Schedule, stubs: Sequence[_Stub]) -> tuple[dict[str, FreeableInputBuffer], set[str]]:
-    """Freeable inputs, and names that are never freed; the stubs' buffers get their sizes and users."""
+    """Return freeable inputs, and names that are never freed; set sizes and users of the stubs' buffers."""
     life = lifetimes(schedule)
     users: dict[str, OrderedSet[Any]] = {}
     for at, storages in enumerate(life.touches):
@@ -196,22 +196,22 @@ def _planning(size: int, users: OrderedSet[Any] | None) -> MemoryPlanningInfoFor
 
 
 def launch(*_: Any) -> None:
-    """Stands for whatever runs on the compute stream and is no matmul."""
+    """Represents any node on the compute stream that is not a matmul."""
 
 
 def matmul(*_: Any) -> None:
-    """Stands for what overlap scheduling takes to be compute: ops with a FLOP formula."""
+    """Represents the nodes that overlap scheduling counts as compute: ops with a FLOP formula."""
 
 
 def together(*_: Any) -> None:
-    """The tensors of a bucket as one."""
+    """Represents the tensors of a bucket as one tensor."""
 
 
 def by_overlap_scheduling(schedule: Schedule) -> Schedule:
-    """`schedule` in the order of Inductor's overlap scheduling, its own limits on memory as they are by default.
+    """Return `schedule` in the order of Inductor's overlap scheduling, with its default memory limits.
 
-    Buckets are those that the schedule has already: making some is not part of an order. ValueError for nodes that an
-    FX graph of functional collectives cannot say.
+    Buckets are those of the schedule: making buckets is not part of an order. Raises NoStandIn for nodes that an FX
+    graph of functional collectives cannot express.
     """
     graph = _Graph(schedule)
     ns = {node: schedule.nodes[at].estimate for node, at in graph.stands_for.items()}
@@ -222,7 +222,7 @@ def by_overlap_scheduling(schedule: Schedule) -> Schedule:
 
     registry = patch.dict(flop_registry, {matmul: lambda *_, **__: 0})
     roofline = patch.object(overlap_scheduling, "estimate_roofline_runtime_ms", estimate_ms)
-    # The estimates of one process are those of all ranks.
+    # All ranks have this process's estimates.
     align = "_align_compute_nodes_runtime_estimations_across_all_distributed_ranks"
     aligned = patch.object(overlap_scheduling.OverlapScheduler, align, lambda self: None)
     sys.setrecursionlimit(100_000)  # it calls itself for collective after collective
@@ -238,14 +238,14 @@ def by_overlap_scheduling(schedule: Schedule) -> Schedule:
 
 
 class _Graph:
-    """A schedule as an FX graph over fake tensors of its sizes; `stands_for` maps its nodes to positions."""
+    """A schedule as an FX graph over fake tensors of its sizes; `stands_for` maps FX nodes to positions in it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.graph = fx.Graph()
         self.stands_for: dict[fx.Node, int] = {}
         self.mode = FakeTensorMode()
-        self.named: dict[str, fx.Node] = {}  # buffer -> the FX node that it is the value of
+        self.named: dict[str, fx.Node] = {}  # buffer -> the FX node whose value it is
         self.made: list[fx.Node] = []
         for name, buffer in schedule.buffers.items():
             if schedule.producer(name) is None:
@@ -266,7 +266,7 @@ class _Graph:
             waits = [user for user in start.users if user.target is _c10d.wait_tensor.default]
             if not waits:
                 first = self._call(_c10d.wait_tensor.default, (start,), start.meta["val"])
-            else:  # a bucket's further results are there when the first is
+            else:  # further results of a bucket are ready with the first one
                 first = self._call(operator.getitem, (waits[0], at), waits[0].meta["val"])
             self.named[node.writes[0]] = first
         elif node.kind is Kind.VIEW:

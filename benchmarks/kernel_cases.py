@@ -1,9 +1,9 @@
-"""The list that benchmarks/kernels.py measures: fused kernels as they occur in training.
+"""The list that benchmarks/kernels.py measures: fused kernels that occur in training.
 
-A problem is a function over inputs; with `gradients` it is trained, and its forward, its backward or both are a case
-each. Sizes are a `Scale`: `gpu` moves far more than an H200's L2 holds, `small` suits two CPU cores, `tiny` leaves
-nothing but the host's time. RARE are not part of the list, nor of any mean over it: forms of kernels that training
-seldom needs.
+A problem is a function of inputs; with `gradients` it is differentiated, and its forward, its backward and both
+together can be one case each. Sizes are a `Scale`: `gpu` moves far more bytes than an H200's L2 cache holds, `small`
+suits two CPU cores, with `tiny` only host time matters. RARE has kernels that training seldom needs; they are neither
+in the list nor in any mean over it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scale:
     vocabulary: int
     large_vocabulary: int
     large_rows: int  # tokens beside the large vocabulary
-    layers: int  # parameter tensors of an optimizer's list: nine a layer
+    layers: int  # layers of an optimizer's parameter list, nine tensors each
     shard: int  # edge of the square parameters that FSDP gathers
     experts: int
 
@@ -48,15 +48,15 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One function and its inputs; `bytes_read` and `bytes_written` are the least that memory must move."""
+    """One function and its inputs; `least` is the number of bytes that memory must move at least."""
 
     function: Callable[..., Any]
     inputs: tuple[Any, ...]  # tensors, and lists of them
     gradients: tuple[int, ...] = ()  # inputs to differentiate by
     kinds: tuple[str, ...] = (FORWARD,)
-    least: dict[str, int] = field(default_factory=dict)  # bytes by kind, where inputs + outputs is not the least
-    mutates: bool = False  # results are the inputs afterwards
-    random: Callable[[Problem, Tensor], str | None] | None = None  # judges a result that no reference knows
+    least: dict[str, int] = field(default_factory=dict)  # bytes by kind, where it is not inputs + outputs
+    mutates: bool = False  # whether the results are the mutated inputs
+    random: Callable[[Problem, Tensor], str | None] | None = None  # judges a random result, which has no reference
     matmul_bound: bool = False
 
     def tensors(self) -> list[Tensor]:
@@ -332,7 +332,7 @@ def _(make: Inputs) -> Problem:
 
 
 def _judge_dropout(drop: float, kept: Tensor, expected: Tensor) -> str | None:
-    """About `drop` of the elements are 0, and the others are the input scaled."""
+    """Check that about a share `drop` of the elements is 0 and that the others are the scaled input."""
     zero = kept == 0
     share = zero.float().mean().item()
     if abs(share - drop) > 5 * math.sqrt(drop * (1 - drop) / kept.numel()) + 1e-3:
@@ -368,7 +368,7 @@ def _(make: Inputs) -> Problem:
 
 
 def _parameters(make: Inputs, dtype: torch.dtype) -> list[Tensor]:
-    """Nine tensors a layer: four projections, three of a feed-forward block, two norms."""
+    """Return nine tensors per layer: four projections, three of a feed-forward block, two norms."""
     width, ffn = make.scale.width // 2, make.scale.ffn // 4
     shapes = [(width, width)] * 2 + [(width // 4, width)] * 2 + [(ffn, width)] * 2 + [(width, ffn), (width,), (width,)]
     return [make.normal(*shape, dtype=dtype) for _ in range(make.scale.layers) for shape in shapes]
@@ -489,7 +489,7 @@ WORLD = 4
 
 
 def _shards(make: Inputs) -> list[tuple[int, int]]:
-    """A layer's parameters as sharded over WORLD ranks: (rows of a shard, columns)."""
+    """Return (rows of a shard, columns) of a layer's parameters, sharded over WORLD ranks."""
     n = make.scale.shard
     return [(n // WORLD, n), (n // 4 // WORLD, n), (n // 4 // WORLD, n), (n // WORLD, n), (n * 3 // WORLD, n)]
 
@@ -560,7 +560,7 @@ def _(make: Inputs) -> Problem:
         return _as_float8(x, x.abs().amax().float())
 
     x = make.normal(s.tokens, s.ffn)
-    return Problem(run, (x,), least={FORWARD: 2 * x.nbytes + x.numel()})  # two passes: nothing is kept between them
+    return Problem(run, (x,), least={FORWARD: 2 * x.nbytes + x.numel()})  # x is read twice: no cache is assumed
 
 
 @problem("fp8 amax + scale, per row")

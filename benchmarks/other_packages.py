@@ -1,17 +1,17 @@
-"""Models of other people's packages, forward and backward, compared with eager: numbers, gradients, buffers.
+"""Compare models of third-party packages with eager, forward and backward: results, gradients and buffers.
 
     pip install --no-deps timm torchvision x-transformers vit-pytorch diffusers torch-geometric kornia kornia-rs \\
         einops einx frozendict loguru torch-einops-utils local-attention performer-pytorch axial-positional-embedding \\
         product-key-memory colt5-attention mambapy soft-moe-pytorch hyper-connections rotary-embedding-torch
-    python benchmarks/other_packages.py                     # every model whose package is installed, a process each
+    python benchmarks/other_packages.py                     # every model whose package is installed, one process each
     python benchmarks/other_packages.py --only timm. --dtype float64
 
-Small sizes on the CPU, random weights, training mode, two calls each (so that running averages move). The sum of all
-floating-point results, each element with a weight of its own, is differentiated by parameters and inputs. The truth is
-eager in float64. An error is relative to the largest element of its tensor, or to `_FLOOR` times the largest of all
-tensors (some gradients are zero but for rounding). A model is right where its largest error is at most 4 times eager's
-own, or `_ALLOWED`. Batch norm over few elements turns rounding into large differences in float32; in float64 it does
-not. For a model that is not right the line also has Inductor's error.
+Models are small, on the CPU, with random weights, in training mode, and are called twice (so that running averages
+change). A weighted sum of all elements of floating-point results, each element with its own weight, is differentiated
+by parameters and inputs. The reference is eager in float64. An error is relative to the largest element of its tensor,
+or to `_FLOOR` times the largest element of all tensors (some gradients are zero except for rounding). A model is right
+if its largest error is at most 4 times eager's, or at most `_ALLOWED`. Batch norm over few elements turns rounding into
+large differences in float32, but not in float64. For a model that is not right, the line also has Inductor's error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 import overlapc  # noqa: F401 (registers the backend)
 
-# The largest relative error that is right whatever eager's is. Some models compute a part in float32 in any case.
+# A relative error up to this is right, whatever eager's error is. Some models compute a part in float32 in any case.
 _ALLOWED = {"float32": 3e-4, "float64": 1e-5}
 _FLOOR = 1e-4
 
@@ -158,7 +158,7 @@ _IMAGE_FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 class ImageFunction(nn.Module):
-    """A function of kornia behind one weight a channel."""
+    """A function of kornia on an image scaled by one weight per channel."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def _soft_experts() -> Model:
 
 
 def models() -> Iterator[tuple[str, str, Callable[[], Model]]]:
-    """The name of each model, the package that it needs, and what makes it."""
+    """Yield (name, required package, function that makes the model) of each model."""
     for name in _TIMM:
         yield f"timm.{name}", "timm", functools.partial(_timm, name)
     for name in _TORCHVISION:
@@ -329,7 +329,7 @@ def models() -> Iterator[tuple[str, str, Callable[[], Model]]]:
 
 
 def _numbers(model: nn.Module, call: Callable[..., Any], made: Model) -> dict[str, Tensor | None]:
-    """Results, gradients and buffers of two calls, in float64, by name."""
+    """Return results, gradients and buffers of two calls, converted to float64, by name."""
     numbers: dict[str, Tensor | None] = {}
     for step in range(2):
         model.zero_grad(set_to_none=True)
@@ -359,7 +359,7 @@ def _leaf(value: Tensor) -> Tensor:
 
 
 def _error(numbers: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> tuple[float, str]:
-    """The largest relative difference, and where."""
+    """Return the largest relative error, and the name of the tensor that has it."""
     worst = (0.0, "")
     largest = max(float(x[x.isfinite()].abs().max()) for x in truth.values() if x is not None and x.isfinite().any())
     if numbers.keys() != truth.keys():
@@ -379,14 +379,14 @@ def _error(numbers: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -
 
 
 def _declare_operators() -> None:
-    """torchvision registers fakes of these two when it is imported, and fails where its library (of CUDA, say) did not
-    load; no model here calls them."""
+    """Declare two operators of torchvision, which no model here calls: torchvision registers fake versions when it is
+    imported, and this fails if its library did not load (for example because it needs CUDA)."""
     for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _judge(name: str, dtype: torch.dtype) -> str:
-    """The line about one model: whether it is right, errors, and seconds of CPU time of compiling and both calls."""
+    """Return the line about one model: the verdict, errors, and CPU seconds of compilation and both calls."""
     _declare_operators()
     torch.manual_seed(0)
     build = next(build for label, _, build in models() if label == name)
@@ -419,7 +419,7 @@ def _judge(name: str, dtype: torch.dtype) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="models whose names begin so")
+    parser.add_argument("--only", default="", help="only models whose names begin with this")
     parser.add_argument("--dtype", choices=_ALLOWED, default="float32")
     parser.add_argument("--seconds", type=float, default=600, help="limit for one model")
     parser.add_argument("--one", help=argparse.SUPPRESS)

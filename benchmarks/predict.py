@@ -1,11 +1,11 @@
-"""What overlapc predicts of collectives, memory and whole training steps, beside what is then measured.
+"""Compare predictions of collectives, memory and whole training steps with measurements made afterwards.
 
     torchrun --nproc-per-node 4 benchmarks/predict.py --profile h200-nvlink
-    torchrun --nproc-per-node 2 benchmarks/predict.py --device cpu --model tiny --seq 64     # does it run?
+    torchrun --nproc-per-node 2 benchmarks/predict.py --device cpu --model tiny --seq 64     # a check that it runs
 
-Schedules are fixed when a case is compiled, before anything of it is measured. Steps are timed without the profiler
-first; the profiler then gives each node's time. Both begin when the device has run steps for `_SETTLE_S`: a GPU lowers
-its clock under load, and a job goes on. `--seconds` bounds the run: cases that would begin later are left out.
+A case's schedules are fixed when it is compiled, before any of its measurements. Steps are first timed without the
+profiler; the profiler then measures every node. Both begin after the device has run steps for `_SETTLE_S`, because a
+GPU lowers its clock under sustained load, as in a training job. `--seconds` bounds the run: later cases are left out.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from overlapc.report.trace_reading import read_trace
 from overlapc.schedule.model import Comm, Kind, Node
 
 MIB = 2**20
-_STEPS = 8  # that count under the profiler, and of which the host's time is taken
-_TIMED_S = 2.0  # of steps that are timed
+_STEPS = 8  # profiled steps, and steps whose host time is measured
+_TIMED_S = 2.0  # duration of the timed steps
 _SETTLE_S = 2.0  # an H200's power limit takes hold after 0.05 to 0.1 s, and its clock swings for about a second
-_PROFILED_SETTLE_S = 0.5  # right behind the timed steps
-_MOST_STEPS = 150  # that are timed, or run before
-_STUCK_S = 90.0  # a rank that takes longer for one case prints where it stands, and ends
+_PROFILED_SETTLE_S = 0.5  # shorter, because it follows the timed steps
+_MOST_STEPS = 150  # limit on timed steps, and on steps before them
+_STUCK_S = 90.0  # a rank that takes longer for one case prints its stacks and ends
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training step. `layers` and `seq` of 0 take the command line's."""
+    """One training step. `layers` = 0 takes the command line's value; `seq` divides the command line's (0: by 1)."""
 
     name: str
     layers: int = 0
@@ -74,7 +74,7 @@ class Case:
         return self.layers or args.layers, args.seq // (self.seq or 1)
 
 
-CASES = (  # most telling first: later ones are left out when time runs short. `seq` divides the command line's
+CASES = (  # most informative first: later ones are left out when time runs short. `seq` divides the command line's
     Case("fsdp"),
     Case("fsdp, half the sequence", seq=2),
     Case("tp", tp=-1, layers=4),
@@ -108,7 +108,7 @@ def main() -> None:
         if agreed_seconds(time.monotonic() - began, device) > args.seconds:
             show(rank, f"{case.name}: left out, {args.seconds} s are over")
             continue
-        faulthandler.dump_traceback_later(_STUCK_S, exit=True)  # counts from here again
+        faulthandler.dump_traceback_later(_STUCK_S, exit=True)  # restarts the countdown
         result, texts = step(case, device, args)
         found["steps"].append(result)
         show(rank, tabulate([result], headers="keys", floatfmt=".3f"))
@@ -129,10 +129,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=("8b", "tiny"), default="8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--seconds", type=float, default=200.0, help="no case begins later")
+    parser.add_argument("--seconds", type=float, default=200.0, help="start no case after this time")
     parser.add_argument("--no-collectives", dest="collectives", action="store_false", help="training steps only")
     parser.add_argument("--only", type=lambda text: text.split(";"), help="cases by name, separated by semicolons")
-    parser.add_argument("--out", type=Path, help="folder for predict.json and, of each case, what was seen")
+    parser.add_argument("--out", type=Path, help="folder for predict.json and the records and traces of each case")
     return parser.parse_args()
 
 
@@ -142,7 +142,7 @@ def show(rank: int, text: str) -> None:
 
 
 def agreed_seconds(seconds: float, device: torch.device) -> float:
-    """The slowest rank's clock, so that all ranks leave out the same cases."""
+    """Return the slowest rank's `seconds`, so that all ranks leave out the same cases."""
     slowest = torch.tensor([seconds], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest.item())
@@ -152,7 +152,7 @@ def agreed_seconds(seconds: float, device: torch.device) -> float:
 
 
 def collectives(profile: DeviceProfile, device: torch.device) -> list[dict[str, Any]]:
-    """Sizes between and at those of the tables, measured now, beside what each estimator says."""
+    """Measure collectives at sizes of the tables and between them; return the times beside each estimator's."""
     world, clock = dist.get_world_size(), clock_for(device)
     assert dist.group.WORLD is not None
     sizes = [MIB << power for power in range(11)] if device.type == "cuda" else [2**18, MIB]
@@ -190,7 +190,7 @@ def collectives_text(found: list[dict[str, Any]]) -> str:
 
 
 def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Prediction and measurement of one case, and its reports: totals, then every node of each graph."""
+    """Predict and measure one case; return its figures and its reports (totals, then every node of each graph)."""
     record.clear()
     torch._dynamo.reset()
     gc.collect()
@@ -269,7 +269,7 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
 
 
 def seconds_of(once: Callable[[], None], device: torch.device) -> float:
-    """The time of one step until the device is done, on the slowest rank."""
+    """Return the seconds of one step until the device is idle, on the slowest rank."""
     synchronize(device)
     dist.barrier()
     began = time.perf_counter()
@@ -281,7 +281,7 @@ def seconds_of(once: Callable[[], None], device: torch.device) -> float:
 def host_times_ms(
     forward: Callable[[], Tensor], backward: Callable[[Tensor], None], device: torch.device
 ) -> list[float]:
-    """The host's time for forward and for backward on the slowest rank, medians; with the device's on a CPU."""
+    """Return medians of host time of forward and of backward on the slowest rank; on a CPU, this includes compute."""
     found: list[tuple[float, float]] = []
     for _ in range(_STEPS):
         synchronize(device)
@@ -296,7 +296,7 @@ def host_times_ms(
 
 
 def launch_us(device: torch.device) -> float:
-    """An eager launch on the slowest rank's host, now: a host that is shared with others is not always as fast."""
+    """Return the µs of an eager launch on the slowest rank, measured now because the speed of a shared host varies."""
     small = torch.ones(16, device=device)
     return round(agreed_seconds(launch_ns(clock_for(device), lambda: small.add_(1.0)), device) / 1e3, 2)
 
@@ -307,14 +307,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def steps_in(seconds: float, step_s: float, device: torch.device) -> int:
-    """How many steps take so long, at least one; one on a CPU, where nothing has to settle."""
+    """Return the number of steps in `seconds`, at least one; always one on a CPU, whose clock need not settle."""
     if device.type != "cuda":
         return 1
     return max(1, min(_MOST_STEPS, math.ceil(seconds / step_s)))
 
 
 def keep_rank(folder: Path, case: Case, seen: StepRecord, times_ms: Mapping[str, Sequence[float]]) -> None:
-    """Of every rank: its steps, and its nodes. GPUs of one kind differ in their clocks."""
+    """Write the step times and node times of every rank, because GPUs of one kind differ in their clocks."""
     data: dict[str, Any] = {how: list(each) for how, each in times_ms.items()}
     data["graphs"] = {
         graph.name: {"step_ns": graph.measured.step_ns, "nodes": graph.measured.nodes, "beside": graph.measured.beside}
@@ -326,7 +326,7 @@ def keep_rank(folder: Path, case: Case, seen: StepRecord, times_ms: Mapping[str,
 
 
 def keep(case: Case, report: Report, trace: Path, held: str) -> None:
-    """Beside the trace: the record, when each node ran in every run, and what the device held at its peak."""
+    """Write, beside the trace, the record, the times of each node in every run, and the allocations at the peak."""
     folder, name = trace.parent, file_name(case)
     report.save(folder / f"{name}.record.json")
     spans = {
@@ -345,7 +345,7 @@ def file_name(case: Case) -> str:
 def built(
     case: Case, shape: LlamaConfig, mesh: Any, tp: int, seq: int, device: torch.device
 ) -> tuple[torch.nn.Module, Tensor]:
-    """The sharded model, bf16 compute and fp32 reduction, and its tokens."""
+    """Return the sharded model, with bf16 compute and fp32 reduction, and its tokens."""
     with torch.device(device):
         model = Llama(shape)
     model.reset_parameters(0)
@@ -359,7 +359,7 @@ def built(
 
 
 class Recomputed(torch.nn.Module):
-    """A block whose activations are computed again in backward."""
+    """A block whose activations are recomputed in backward."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class Recomputed(torch.nn.Module):
 
 
 def timed(once: Callable[[], None], device: torch.device, settling: int, steps: int) -> list[float]:
-    """Milliseconds of each of `steps` steps, after so many others."""
+    """Return the milliseconds of each of `steps` steps, after `settling` others."""
     dist.barrier()
     for _ in range(settling):
         once()

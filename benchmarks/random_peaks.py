@@ -1,19 +1,19 @@
-"""Planned peak memory beside measured live memory, for random sharded models under random memory budgets.
+"""Compare planned peak memory with measured live memory, for random sharded models under random memory budgets.
 
     python benchmarks/random_peaks.py                                              # CPU
     torchrun --nproc-per-node 2 benchmarks/random_peaks.py --device cuda --count 50
 
-Each model: some blocks (attention, gated and plain feed-forward, norms, checkpointing) of random sizes, units
-of `fully_shard` by block, by pairs or by the whole, with or without `reshard_after_forward`, float32 or bfloat16
-compute, with `memory` "reuse" or "pool". It trains two steps without a budget, then two with a budget of 0.6 to 1.1
-times the peak that was planned without. Planned is the report's peak of forward and backward; measured is what torch's
-allocator holds at most during the second step, gradients of the step before dropped: parameters and the batch, and
-what came since. On a CPU the allocator's events are those of torch's profiler, and the collectives those of torch's
-fake process group of 4 ranks: gloo takes memory of its own for a reduce-scatter, from the same allocator, as oneDNN
-does within a product in bfloat16; what a call of a library frees itself is not counted.
+Each model has some blocks (attention, gated and plain feed-forward, norms, checkpointing) of random sizes,
+`fully_shard` on every block, on pairs of blocks or on the whole model only, with or without `reshard_after_forward`,
+float32 or bfloat16 compute, and `memory` "reuse" or "pool". It trains two steps without a budget, then two with a
+budget of 0.6 to 1.1 times the peak that was planned without one. Planned memory is the report's peak of forward and
+backward. Measured memory is the peak of torch's allocator during the second step, without gradients of the first one:
+parameters, the batch, and everything allocated in the step. On a CPU the allocator's events come from torch's profiler,
+and the collectives from torch's fake process group of 4 ranks, because gloo allocates memory for a reduce-scatter from
+the same allocator. oneDNN does so within a product in bfloat16; memory that a library call frees itself is not counted.
 
-A model is right where measured memory is at most planned, and planned at most the budget. Shown is planned over
-measured, the median and the extremes; refused are budgets for which overlapc finds no schedule.
+A model is right if measured memory is at most the planned memory, and planned memory at most the budget. The output has
+planned over measured memory, as median and extremes; refused are budgets for which overlapc finds no schedule.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from overlapc.report.held_memory import peaks
 from overlapc.schedule.text import parse
 
 _CUDA_BLOCK = 512  # bytes to which torch's allocator rounds every block up
-_ROOT_GRADIENT = 4  # bytes of the loss's own gradient, which autograd makes
+_ROOT_GRADIENT = 4  # bytes of the loss's own gradient, which autograd allocates
 
 
 class Attention(nn.Module):
-    """Causal self-attention of two heads."""
+    """Causal self-attention with two heads."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual part behind a norm; checkpointed: computed again in backward."""
+    """A module behind a norm, with a residual connection; checkpointed: recomputed in backward."""
 
     def __init__(self, part: nn.Module, dim: int, checkpointed: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, blocks, a head; the mean cross-entropy."""
+    """An embedding, blocks and a head; returns the mean cross-entropy."""
 
     def __init__(self, vocab: int, dim: int, blocks: list[Block]) -> None:
         super().__init__()
@@ -104,18 +104,18 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a seed stands for."""
+    """The settings and the model that are drawn from one seed."""
 
     seed: int
     half: bool
     reshard: bool | None
-    together: int  # blocks of a unit of `fully_shard`; 0: the whole model is one
+    together: int  # blocks in one unit of `fully_shard`; 0: the whole model is one unit
     memory: str
-    budget: float  # of the peak without one
+    budget: float  # as a fraction of the planned peak without a budget
 
     @classmethod
     def of(cls, seed: int) -> Drawn:
-        """The settings that `seed` stands for."""
+        """Draw the settings of `seed`."""
         dice = random.Random(f"settings {seed}")
         return cls(
             seed,
@@ -127,7 +127,7 @@ class Drawn:
         )
 
     def model(self, mesh: DeviceMesh, scale: int) -> tuple[nn.Module, Tensor]:
-        """The sharded model and this rank's batch; sizes grow with `scale`."""
+        """Return the sharded model and this rank's batch; sizes grow with `scale`."""
         dice = random.Random(f"model {self.seed}")
         torch.manual_seed(self.seed)
         dim = 16 * dice.randint(1, 4) * scale
@@ -153,7 +153,7 @@ class Drawn:
 
 
 def live_bytes(step: Any, model: nn.Module, tokens: Tensor) -> int:
-    """What the allocator holds at most during a step: parameters and the batch, and what comes on top."""
+    """Return the peak of allocated bytes during a step: parameters, the batch and everything the step allocates."""
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local(model)}
     before = sum(held.values()) + tokens.untyped_storage().nbytes()
     model.zero_grad(set_to_none=True)
@@ -173,7 +173,7 @@ def live_bytes(step: Any, model: nn.Module, tokens: Tensor) -> int:
         if event.name().startswith("aten::")
     )
     more = highest = at = 0
-    ends = -1  # of the outermost call of a library that is under way: what it frees itself is its own
+    ends = -1  # end of the current outermost ATen call; memory that the call itself frees is not counted
     for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
         if event.start_ns() > ends:
             highest = max(highest, more)
@@ -187,23 +187,23 @@ def live_bytes(step: Any, model: nn.Module, tokens: Tensor) -> int:
 
 
 def local(model: nn.Module) -> list[Tensor]:
-    """This rank's parts of the parameters, and the buffers."""
+    """Return this rank's shards of the parameters, and the buffers."""
     found = [*model.parameters(), *model.buffers()]
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach() for tensor in found]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Bytes of one model."""
+    """Planned and measured bytes of one model."""
 
-    planned: int  # peak while forward or backward runs, with what either holds and the other does not know of
-    of_graphs: int  # peak of what each graph knows of: what a budget bounds
+    planned: int  # peak of the step: while one graph runs, memory held by the other counts, too
+    of_graphs: int  # the larger of the graphs' own peaks, which a budget bounds
     measured: int
-    buffers: int  # how many there are
+    buffers: int  # number of buffers
 
 
 def tried(drawn: Drawn, mesh: DeviceMesh, scale: int, budget: int | None) -> Found | None:
-    """What became of a model; None where no schedule fits the budget."""
+    """Compile and measure a model; None if no schedule fits the budget."""
     torch._dynamo.reset()
     record.clear()
     model, tokens = drawn.model(mesh, scale)
@@ -231,10 +231,10 @@ def tried(drawn: Drawn, mesh: DeviceMesh, scale: int, budget: int | None) -> Fou
 
 
 def main() -> int:
-    """A rank. Rank 0 prints; 1 if a model held more than was planned, or was planned above its budget."""
+    """Run one rank; rank 0 prints. Return 1 if a model took more than planned, or was planned above its budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=50, help="models (default: 50)")
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--count", type=int, default=50, help="number of models (default: 50)")
+    parser.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -245,7 +245,7 @@ def main() -> int:
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    scale = 8 if args.device == "cuda" else 1  # blocks that the allocator rounds up are small beside these
+    scale = 8 if args.device == "cuda" else 1  # the allocator's rounding is small beside these sizes
     ratios: dict[str, list[float]] = {"no budget": [], "a budget": []}
     refused, wrong = 0, []
     for seed in range(args.first, args.first + args.count):

@@ -1,15 +1,16 @@
-"""Random programs, compiled and judged against eager; of what fails, Inductor's verdict and the smallest such program.
+"""Compile random programs and compare them with eager; shrink those that fail, and compare them with Inductor, too.
 
     python benchmarks/random_programs.py --count 3000 --jobs 16 --beside-inductor
     python benchmarks/random_programs.py --count 1000 --device cuda --jobs 8 --report failures.jsonl
-    python benchmarks/random_programs.py --from failures.jsonl --jobs 16 --beside-inductor      # those again
+    python benchmarks/random_programs.py --from failures.jsonl --jobs 16 --beside-inductor      # these programs again
     python benchmarks/random_programs.py --count 50 --triton             # Triton's kernels without a GPU (slow)
-    python benchmarks/random_programs.py --seed 123 --count 1 --script        # the program itself, as a file to run
+    python benchmarks/random_programs.py --seed 123 --count 1 --script        # print the program as a file to run
 
 A program has 20 to 45 statements (tests/programs/statements.py): views, changes in place through views, arguments that
 share memory, low precision, special values, scatters, control flow, nested checkpoints, custom functions, torch.func;
-forward and backward; three in ten with dynamic sizes, called with two. Worker processes take one after the other; one
-that dies or needs more than --limit seconds is a failure of its program. Every seed always gives the same program.
+forward and backward; three in ten have dynamic sizes and are called with two sizes. Worker processes take one program
+after the other; a program whose worker dies or takes more than --limit seconds is a failure. A seed always gives the
+same program.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ RIGHT = ("right", "undecidable")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="the first of consecutive seeds")
-    parser.add_argument("--short", action="store_true", help="2 to 6 statements, as those in the tests")
+    parser.add_argument("--seed", type=int, default=0, help="first of consecutive seeds")
+    parser.add_argument("--short", action="store_true", help="programs of 2 to 6 statements, as in the tests")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
-        "--triton", action="store_true", help="on a CPU: Triton's kernels, interpreted, and compiled for sm_90"
+        "--triton", action="store_true", help="on a CPU: interpret Triton's kernels, and compile them for sm_90"
     )
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one program (shrinking has --shrink)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="judge what can be judged within so many")
-    parser.add_argument("--shrink", type=float, default=60, help="most seconds spent on making one failure small")
-    parser.add_argument("--beside-inductor", action="store_true", help="say of each failure whether Inductor is right")
-    parser.add_argument("--report", type=Path, help="a file of JSON lines, one a program, as they come")
-    parser.add_argument("--gpus", type=int, default=1, help="with --device cuda: workers take one after the other")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one program, without shrinking")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this many seconds")
+    parser.add_argument("--shrink", type=float, default=60, help="seconds to spend at most on shrinking one failure")
+    parser.add_argument("--beside-inductor", action="store_true", help="also run each failure with Inductor")
+    parser.add_argument("--report", type=Path, help="file to append one JSON line per program to")
+    parser.add_argument("--gpus", type=int, default=1, help="with --device cuda: number of GPUs to spread workers over")
     parser.add_argument("--script", action="store_true", help="print the program of --seed and stop")
-    parser.add_argument("--from", dest="source", type=Path, help="the programs of a --report, in place of drawn ones")
+    parser.add_argument("--from", dest="source", type=Path, help="take the programs of this --report")
     parser.add_argument("--worker", type=int, metavar="JOB", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -69,7 +70,7 @@ def main() -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Prints a program as a file that stands alone."""
+    """Print a program as a self-contained file."""
     from tests.programs.draw import draw
 
     program = reported(options.source).get(options.seed) or draw(options.seed, options.device, short=options.short)
@@ -79,7 +80,7 @@ def show(options: argparse.Namespace) -> int:
 
 @cache
 def reported(path: Path | None) -> dict[int, Any]:
-    """The programs of a report by their seeds."""
+    """Return the programs of a report by seed."""
     from tests.programs.program import Program
 
     lines = path.read_text(encoding="utf-8").splitlines() if path else []
@@ -87,7 +88,7 @@ def reported(path: Path | None) -> dict[int, Any]:
 
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every seed given to a worker; in the order in which they end."""
+    """Judge every seed on the workers; return the results in the order in which they finish."""
     seeds: queue.SimpleQueue[int] = queue.SimpleQueue()
     for seed in reported(options.source) or range(options.seed, options.seed + options.count):
         seeds.put(seed)
@@ -104,7 +105,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 def feed(
     job: int, seeds: queue.SimpleQueue[int], results: list[dict[str, Any]], options: argparse.Namespace, ends: float
 ) -> None:
-    """One worker process after another, until no seed is left."""
+    """Give seeds to one worker, replacing its process when needed, until no seed or time is left."""
     worker = None
     while time.monotonic() < ends:
         try:
@@ -115,7 +116,7 @@ def feed(
             worker = Worker(job, options)
         result = worker.judge(seed, options.limit, 3 * options.limit + 3 * options.shrink, ends)
         lost = result is None or result.pop("unfinished", False)
-        if lost or worker.done >= 60:  # what a process has compiled stays in its memory
+        if lost or worker.done >= 60:  # compiled code stays in a process's memory
             worker.end()
         if result is None:
             if worker.timed_out and time.monotonic() >= ends:
@@ -166,13 +167,14 @@ class Worker:
         self.done, self.timed_out = 0, False
 
     def judge(self, seed: int, limit: float, limit_to_shrink: float, ends: float) -> dict[str, Any] | None:
-        """None if the process died or took too long; if it did while it made a failure small, that failure."""
+        """Return the verdict on `seed`, or None if the process died or took too long. If that happened while it was
+        shrinking a failure, return the failure as first seen."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{seed}\n".encode())
         self.process.stdin.flush()
         if self.done == 0:
-            limit += 60  # starting
+            limit += 60  # the process has yet to start
         self.done += 1
         line = self.line(min(limit, ends - time.monotonic()))
         result = json.loads(line) if line.startswith(b"{") else None
@@ -191,7 +193,7 @@ class Worker:
         return self.process.stdout.readline()
 
     def end(self) -> None:
-        """With the compilers that it started."""
+        """Kill the process and the compilers that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -202,18 +204,18 @@ class Worker:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Reads seeds, writes verdicts."""
+    """Run a worker: read seeds from stdin, write verdicts to stdout."""
     import torch
 
     import overlapc  # noqa: F401 (registers the backend, also where the package is not installed)
 
     logging.disable(logging.WARNING)
-    if options.jobs > 1:  # one core a worker: a graph's kernels then are one run of the C++ compiler, not one a core
+    if options.jobs > 1:  # one core per worker: the C++ compiler then runs once per graph, not once per core
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[options.worker % len(cores)]})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what programs and compilers print is no verdict
+    os.dup2(2, 1)  # output of programs and compilers must not mix with verdicts
     for line in sys.stdin:
         began = time.monotonic()
         result = verdict_on(int(line), options, out)
@@ -240,7 +242,7 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
     print(json.dumps(first), file=out, flush=True)
     traced = judge(program, options.device, by_aot_eager)
     result["tracing"] = "wrong" if traced.wrong else "right"
-    if verdict.kind == "error" and traced.what == verdict.what:  # it is raised before any backend sees a graph
+    if verdict.kind == "error" and traced.what == verdict.what:  # raised before any backend sees a graph
         return result | {"program": asdict(program), "code": program.code(), "inductor": "as aot_eager"}
     if options.beside_inductor:
         beside = judge(program, options.device, by_inductor)
@@ -250,18 +252,18 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
         ours = judge(candidate, device)
         ask = ours.what == verdict.what and options.beside_inductor and not beside.wrong
         if ask and judge(candidate, device, by_inductor).wrong:
-            return Verdict("right")  # another failure than the one looked for
+            return Verdict("right")  # not the failure that is being shrunk
         return ours
 
     if traced.wrong and (not options.beside_inductor or beside.wrong):
-        small = program  # wrong before any backend sees it: torch's own
+        small = program  # wrong before any backend sees a graph, so it is torch's own failure
     else:
         small = shrink(program, verdict, options.device, options.shrink, judged)
     return result | {"program": asdict(small), "code": small.code(), "small": judge(small, options.device).message}
 
 
 def tell(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Counts by verdict, and every failure."""
+    """Print every failure, and counts by verdict."""
     rows: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for result in results:
         beside = (

@@ -1,14 +1,14 @@
-"""Many training steps of small sharded models, in several configurations at once, each held to a run of its own alone.
+"""Train small sharded models for many steps, in several configurations at once, and compare each with a run alone.
 
     python benchmarks/soak.py --steps 20000                          # CPU ranks over gloo
     python benchmarks/soak.py --steps 20000 --device cuda --ranks 2  # two GPUs over NCCL
     python benchmarks/soak.py --system eager                         # the control: FSDP2 and tensor parallelism, eager
 
-It looks for what shows rarely: memory that is written after it was freed, collectives that do not end, threads that get
-in each other's way. Every configuration trains the same round again and again, with its first weights copied back, and
-every few rounds with a new model that is compiled anew. The first round runs while all other configurations wait; the
-losses of each later round, run beside all others, must be the same bits on every rank. A rank that dies, and ranks that
-stand still, are reported with their stacks, in Python and, where gdb is installed, in C.
+This finds rare errors: writes to freed memory, collectives that hang, races between threads. Every configuration
+repeats the same round from the same initial weights; every few rounds a new model is compiled. The first round runs
+while all other configurations wait; the losses of each later round, run at the same time as the others, must have the
+same bits on every rank. Ranks that die or hang are reported with their stacks, in Python and, if gdb is installed, in
+C.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-COMMAND = [sys.executable, "-u", os.path.abspath(__file__)]  # of a rank
+COMMAND = [sys.executable, "-u", os.path.abspath(__file__)]  # starts a rank
 _POLL_S = 0.1
 _GDB_S = 60.0
-_LAST_LINES = 60  # of a log, that a report quotes
-_GRACE_S = 15.0  # for the round, or compilation, that is under way when the time is over
+_LAST_LINES = 60  # lines of a log that a report quotes
+_GRACE_S = 15.0  # for the round or compilation that runs when the time is over
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Soak:
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """Name in the table."""
         return " ".join((self.layout, self.dtype, self.wrapper, *([self.memory] if self.memory != "reuse" else [])))
 
     def ranks(self, most: int) -> int:
-        """Processes that it runs on: a copy on each of two pairs for HSDP, where there are that many."""
+        """Return the number of ranks: 2, or for HSDP two replicas of two shards if `most` allows 4."""
         return min(most, 4) if self.layout == "hsdp" else 2
 
 
@@ -74,23 +74,23 @@ SOAKS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What every configuration does. Times are seconds."""
+    """Settings that all configurations share. Times are in seconds."""
 
     device: str = "cpu"
     system: str = "overlapc"
     rounds: int = 10
-    steps: int = 100  # of a round
-    renew: int = 5  # rounds after which the model is made and compiled anew
+    steps: int = 100  # steps per round
+    renew: int = 5  # rounds after which a new model is made and compiled
     batch: int = 4
     seq: int = 64
-    options: Mapping[str, Any] = field(default_factory=dict)  # more of torch.compile's
+    options: Mapping[str, Any] = field(default_factory=dict)  # further options of torch.compile
 
 
 # --- a rank
 
 
 def train(soak: Soak, plan: Plan, rank: int, ranks: int, folder: Path) -> None:
-    """What each rank does; writes what it has seen to `done<rank>` after every round."""
+    """Run a rank; write its results to `done<rank>` after every round."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -100,7 +100,7 @@ def train(soak: Soak, plan: Plan, rank: int, ranks: int, folder: Path) -> None:
     device = torch.device(plan.device, rank) if plan.device == "cuda" else torch.device(plan.device)
     if plan.device == "cuda":
         torch.cuda.set_device(device)
-        # Eager's and our gradient of an embedding add up in any order otherwise: bits would differ.
+        # Otherwise gradients of an embedding are added in any order, in eager and in overlapc, and bits would differ.
         torch.use_deterministic_algorithms(True)
     dist.init_process_group("nccl" if plan.device == "cuda" else "gloo")
     tp, hsdp = (2, 1) if soak.layout == "tp" else (1, 2 if soak.layout == "hsdp" else 1)
@@ -109,7 +109,7 @@ def train(soak: Soak, plan: Plan, rank: int, ranks: int, folder: Path) -> None:
     run = _Run(soak, plan, mesh, device, clock)
     run.renew()
     run.round(2)  # compiles
-    run.round(2)  # runs as all later ones will
+    run.round(2)  # runs as later steps do
     _meet(folder, "ready", rank, "reference")
     reference = run.round(plan.steps)
     _meet(folder, "referenced", rank, "go")
@@ -139,7 +139,7 @@ def train(soak: Soak, plan: Plan, rank: int, ranks: int, folder: Path) -> None:
 
 
 class _Run:
-    """One model, its first weights, and the data of a round."""
+    """One model, its initial weights, and the data of a round."""
 
     def __init__(self, soak: Soak, plan: Plan, mesh: Any, device: Any, clock: _Progress) -> None:
         from overlapc.launch import corpus
@@ -156,7 +156,7 @@ class _Run:
         self.data = [(tokens.to(device), targets.to(device)) for tokens, targets in batches]
 
     def renew(self) -> None:
-        """Another model with the same weights, compiled from the start."""
+        """Make another model with the same weights and compile it from scratch."""
         import torch
 
         from overlapc.launch.demo import shard
@@ -178,7 +178,7 @@ class _Run:
         self.first = [parameter.detach().clone() for parameter in model.parameters()]
 
     def round(self, steps: int) -> list[float]:
-        """The loss of each step from the first weights on, as this rank sees it."""
+        """Train `steps` steps from the initial weights; return this rank's loss of each step."""
         import torch
 
         with torch.no_grad():
@@ -201,14 +201,14 @@ def _plain(loss: Any) -> Any:
 
 
 class _Progress:
-    """A count of steps in a file, which the parent watches."""
+    """A step counter in a file that the parent watches."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = os.open(folder / f"progress{rank}", os.O_CREAT | os.O_WRONLY)
         self._steps = 0
 
     def tick(self) -> None:
-        """One step more."""
+        """Count one more step."""
         self._steps += 1
         os.pwrite(self._file, struct.pack("q", self._steps), 0)
 
@@ -220,7 +220,7 @@ def _publish(path: Path, text: str = "") -> None:
 
 
 def _meet(folder: Path, there: str, rank: int, until: str) -> None:
-    """Say that this rank is `there`, and wait for the parent's `until`."""
+    """Publish that this rank has reached `there`, and wait until the parent publishes `until`."""
     _publish(folder / f"{there}{rank}")
     while not (folder / until).exists():
         time.sleep(_POLL_S)
@@ -230,12 +230,12 @@ def _meet(folder: Path, there: str, rank: int, until: str) -> None:
 
 
 class Job:
-    """The ranks of one configuration, and what became of them."""
+    """The rank processes of one configuration, and how they ended."""
 
     def __init__(self, soak: Soak, plan: Plan, ranks: int, folder: Path) -> None:
         self.soak, self.plan, self.count, self.folder = soak, plan, ranks, folder
         self.dead = self.still = ""  # what happened, with the end of a log
-        self.late = False  # it was ended because the time was over
+        self.late = False  # whether the job was ended because the time was over
         self._seen: list[bytes] = []
         self._moved = time.monotonic()
         folder.mkdir(parents=True)
@@ -264,16 +264,16 @@ class Job:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether the job has ended, for whatever reason."""
         return bool(self.dead or self.still or self.late) or all(rank.poll() is not None for rank in self.ranks)
 
     def tell(self, mark: str) -> None:
-        """Let its ranks go on."""
+        """Publish `mark`, for which the ranks wait."""
         self._moved = time.monotonic()
         (self.folder / mark).touch()
 
     def watch(self, still_s: float) -> None:
-        """Ends the job when a rank died or none has made a step for `still_s` seconds."""
+        """End the job if a rank died, or if no rank has finished a step for `still_s` seconds."""
         if self.over:
             return
         codes = [rank.poll() for rank in self.ranks]
@@ -281,7 +281,7 @@ class Job:
         if failed:
             time.sleep(1)  # the first to die is not always the first seen
             codes = [rank.poll() for rank in self.ranks]
-            # A rank that ended by itself, by an error, often does so because another was killed.
+            # Prefer a rank killed by a signal: others often exit with an error only because of that.
             first = min((rank for rank, code in enumerate(codes) if code), key=lambda rank: (codes[rank] or 0) > 0)
             self.dead = f"rank {first} {_how(codes[first] or 0)}\n{self._tail(first)}"
             self.end()
@@ -295,34 +295,34 @@ class Job:
             self.end()
 
     def waiting(self) -> None:
-        """The parent has it wait: that is no standing still."""
+        """Restart the time without a step, because the parent lets the job wait."""
         self._moved = time.monotonic()
 
     def cut(self) -> None:
-        """Ends it because the time is over."""
+        """End the job because the time is over."""
         if not self.over:
             self.late = True
             self.end()
 
     def end(self) -> None:
-        """Ends its processes."""
+        """Kill the rank processes."""
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.kill()
             rank.wait()
 
     def outcomes(self) -> list[dict[str, Any]]:
-        """What each rank has seen in the rounds that it brought to their end."""
+        """Return each rank's results over the rounds that it has finished."""
         paths = [self.folder / f"done{rank}" for rank in range(self.count)]
         return [json.loads(path.read_text()) for path in paths if path.exists()]
 
     def steps(self) -> int:
-        """Steps that every rank has made, those to compile and of the reference included."""
+        """Return the number of steps that every rank has finished, including compilation and the reference round."""
         made = [path.read_bytes() for path in self.folder.glob("progress*")]
         return min((struct.unpack("q", each)[0] for each in made if each), default=0)
 
     def row(self) -> tuple[Any, ...]:
-        """Its row of the table."""
+        """Return the job's row of the table."""
         found = self.outcomes()
         whole = len(found) == self.count
         same = whole and not any(each["differ"] for each in found) and all(each["finite"] for each in found)
@@ -338,7 +338,7 @@ class Job:
         )
 
     def trouble(self) -> list[str]:
-        """What went wrong, each as a text."""
+        """Return one text for each thing that went wrong."""
         found = [f"{self.soak.name} died: {self.dead}"] if self.dead else []
         found += [f"{self.soak.name} stands still after {self.steps()} steps:\n{self.still}"] if self.still else []
         for rank, outcome in enumerate(self.outcomes()):
@@ -354,7 +354,7 @@ class Job:
         return found
 
     def _stacks(self) -> None:
-        """Every thread's stack to the logs: in Python, and in C where there is gdb."""
+        """Write every thread's stack to the logs: in Python and, if gdb is installed, in C."""
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.send_signal(signal.SIGUSR1)
@@ -389,7 +389,7 @@ def _free_port() -> int:
 def soak_together(
     soaks: Sequence[Soak], plan: Plan, most: int, folder: Path, still_s: float, minutes: float, load: int
 ) -> list[Job]:
-    """Brings these to their end together: all compile, each runs its reference alone, then all run at once."""
+    """Run these configurations: all compile, each runs its reference round alone, then all run at once."""
     ends = time.monotonic() + minutes * 60
     jobs: list[Job] = []
     busy: list[subprocess.Popen[bytes]] = []
@@ -436,7 +436,7 @@ def _until(jobs: Sequence[Job], mark: str, still_s: float, ends: float) -> None:
 
 
 def table(jobs: Sequence[Job]) -> str:
-    """A row for each configuration and one for all."""
+    """Return the table, with a row for each configuration and one for all."""
     rows = [job.row() for job in jobs]
     dead, still = (sum(row[at] for row in rows) for at in (3, 4))
     compared = {row[5] for row in rows}
@@ -447,21 +447,21 @@ def table(jobs: Sequence[Job]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; 1 if anything died, stood still or computed other losses."""
+    """Run the command; return 1 if anything died, hung or computed other losses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--system", choices=("overlapc", "eager"), default="overlapc")
-    parser.add_argument("--ranks", type=int, default=4, help="the most a configuration takes: 2, or 4 (default: 4)")
-    parser.add_argument("--steps", type=int, default=20_000, help="in all configurations together (default: 20000)")
-    parser.add_argument("--round", type=int, default=100, help="steps of a round (default: 100)")
+    parser.add_argument("--ranks", type=int, default=4, help="most ranks of a configuration: 2 or 4 (default: 4)")
+    parser.add_argument("--steps", type=int, default=20_000, help="sum over all configurations (default: 20000)")
+    parser.add_argument("--round", type=int, default=100, help="steps per round (default: 100)")
     parser.add_argument("--renew", type=int, default=5, help="rounds until a new model is compiled (default: 5)")
-    parser.add_argument("--only", default="", help="configurations whose name has this in it")
-    parser.add_argument("--at-once", type=int, default=len(SOAKS), help="configurations together (default: all)")
-    parser.add_argument("--load", type=int, default=0, help="busy processes beside all that (default: 0)")
+    parser.add_argument("--only", default="", help="configurations whose name contains this")
+    parser.add_argument("--at-once", type=int, default=len(SOAKS), help="configurations at a time (default: all)")
+    parser.add_argument("--load", type=int, default=0, help="additional busy processes (default: 0)")
     parser.add_argument("--still", type=float, default=300, help="seconds without a step, or to compile (default: 300)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no round begins (default: none)")
-    parser.add_argument("--option", action="append", default=[], help="of torch.compile, as name=JSON")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no round after that (default: none)")
+    parser.add_argument("--option", action="append", default=[], help="option of torch.compile, as name=JSON")
     parser.add_argument("--keep", type=Path, help="folder for logs (default: a temporary one, kept after trouble)")
     given = parser.parse_args(arguments)
     if given.rank is not None:
