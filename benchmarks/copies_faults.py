@@ -85,7 +85,7 @@ def one(device: str, how: str, ranks: int, dice: random.Random, folder: Path) ->
         ends = time.monotonic() + 120
         while not (steps.exists() and int(steps.read_text() or 0) >= STEPS_BEFORE):
             if time.monotonic() > ends or any(each.poll() is not None for each in started):
-                return float("nan"), "it never trained:\n" + (folder / "0.log").read_text()[-2000:]
+                return float("nan"), "the ranks never trained:\n" + (folder / "0.log").read_text()[-2000:]
             time.sleep(0.05)
         time.sleep(dice.random() * 0.5)
         started[-1].send_signal(SIGNALS[how])
@@ -126,7 +126,7 @@ def main() -> None:
                 seconds, message = one(args.device, how, args.ranks, dice, Path(folder))
             rows.append([how, seconds, message])
             print(tabulate(rows[-1:], tablefmt="plain", floatfmt=".1f"), flush=True)
-    print(tabulate(rows, ["signal", f"s until the end (timeout {TIMEOUT_S})", "told"], floatfmt=".1f"))
+    print(tabulate(rows, ["signal", f"s until the end (timeout {TIMEOUT_S})", "message"], floatfmt=".1f"))
 
 
 if __name__ == "__main__":

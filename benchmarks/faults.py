@@ -227,7 +227,7 @@ def started_again(folder: Path, reference: list[str]) -> str:
     job.end()
     if ended and job.losses() == reference:
         return ""
-    what = "gave other losses" if ended and len(job.losses()) == 2 else f"did not come to its end in {took:.0f} s"
+    what = "gave other losses" if ended and len(job.losses()) == 2 else f"did not finish in {took:.0f} s"
     return f"the job on this cache {what}\n{job.tails()}"
 
 

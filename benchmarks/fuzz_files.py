@@ -540,8 +540,8 @@ def main() -> int:
     headers = (
         "kind",
         "mutations",
-        "refused in a line",
-        "taken",
+        "refused with one line",
+        "accepted",
         "tracebacks",
         "other failures",
         "longest",

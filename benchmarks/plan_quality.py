@@ -1,10 +1,11 @@
-"""How good the default passes' plans are: step, peak, limit, planning time, and what a longer search finds beyond them.
+"""Measure the default passes' plans: step, peak, limit, planning time, and the gain of a longer search.
 
     python benchmarks/plan_quality.py [FILE ...] [--profile h200-nvlink] [--times 30]
 
 FILEs are schedules before any pass (default: the corpus in tests/schedules), estimated by the profile. The longer
 search runs `refine` again from the plan, with `--times` times its usual effort, another random seed and the same memory
-limit. Steps are in ms, peaks in GiB, `s` is CPU time. The last line has the sums of all steps.
+limit. Steps are in ms, peaks in GiB, `s` is CPU time, and `missed %` is how much longer the planned step is than that
+of the longer search. The last line has the sums of all steps.
 """
 
 from __future__ import annotations

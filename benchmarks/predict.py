@@ -132,7 +132,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=200.0, help="start no case after this time")
     parser.add_argument("--no-collectives", dest="collectives", action="store_false", help="training steps only")
     parser.add_argument("--only", type=lambda text: text.split(";"), help="cases by name, separated by semicolons")
-    parser.add_argument("--out", type=Path, help="folder for predict.json and the records and traces of each case")
+    parser.add_argument("--out", type=Path, help="folder for predict.json and the record and times of each case")
     return parser.parse_args()
 
 
@@ -326,7 +326,7 @@ def keep_rank(folder: Path, case: Case, seen: StepRecord, times_ms: Mapping[str,
 
 
 def keep(case: Case, report: Report, trace: Path, held: str) -> None:
-    """Write, beside the trace, the record, the times of each node in every run, and the allocations at the peak."""
+    """Write the record, the times of each node in every run, and the allocations at the peak; delete the trace."""
     folder, name = trace.parent, file_name(case)
     report.save(folder / f"{name}.record.json")
     spans = {
