@@ -116,6 +116,9 @@ class GraphLowering:
         self.writer_of: dict[str, str] = {}  # buffer -> the op that wrote it
         self.in_flight: set[str] = set()  # results of collectives that may be in flight
         self.copied_views: set[str] = set()  # copies of a view's elements, without the rest of the view's memory
+        self.returned_strided: dict[
+            Node, Any
+        ] = {}  # returned `as_strided` that the graph reads from a copy -> its call
         self.strided_from: dict[str, View] = {}  # copy made by `as_strided` -> the input's view that it strided over
 
     def run(self, node: Node) -> None:
@@ -141,7 +144,7 @@ class GraphLowering:
         first: dict[View, Node] = {}
         again: dict[Node, View] = {}
         for result in results:
-            leaf = self._with_its_dtype(result) or self.context.current(self._resolve(result))
+            leaf = self._with_its_dtype(result) or self._in_input(result) or self.context.current(self._resolve(result))
             if isinstance(result, Node) and isinstance(leaf, View) and first.setdefault(leaf, result) is not result:
                 if result not in again:
                     name = f"{result.name}_returned"
@@ -150,6 +153,17 @@ class GraphLowering:
                     self.context.add(made)
                 leaf = again[result]
             yield leaf
+
+    def _in_input(self, result: Any) -> View | None:
+        """Return a returned `as_strided` in the memory of its input, where the graph itself reads a copy; else None."""
+        if not isinstance(result, Node) or result not in self.returned_strided:
+            return None
+        args, kwargs = self.returned_strided[result]
+        name = f"{result.name}_returned"
+        if name not in self.graph.views:
+            view = View(name, dataclasses.replace(self.context.layout(result.meta["val"]), offset=sympy.S.Zero))
+            self.context.add(Extern(name, aten.as_strided.default, args, kwargs, view, origin=provenance(result)))
+        return self.graph.views[name]
 
     def _with_its_dtype(self, result: Any) -> View | None:
         """Return the result of `view(dtype)` in the memory that it has in eager; None for what is no such view.
@@ -250,9 +264,11 @@ class GraphLowering:
                 args, kwargs = (whole, *args[1:3], self._offset_in_memory(node)), {}
             elif self._is_described(args[0], value) and not self._starts_at_callers_memory(node, args[0]):
                 return self._view(node, args[0], value)
-            if target is aten.as_strided.default and self._is_only_returned(node, args[0]):
+            if target is aten.as_strided.default and self._is_returned(node, args[0]):
                 # The result shares the input's memory, as in eager. Reuse of that memory checks its references first.
-                return self.context.extern(target, args, kwargs, pure=True)
+                if all(user.op == "output" for user in node.users):
+                    return self.context.extern(target, args, kwargs, pure=True)
+                self.returned_strided[node] = args, kwargs
             # The result is copied if it shares memory, because memory reuse would not know of the alias.
             copied = self.context.extern(owned(target), args, kwargs, pure=True)
             if target is aten.as_strided.default:
@@ -354,9 +370,9 @@ class GraphLowering:
             return False
         return _given_offset(node) is not None
 
-    def _is_only_returned(self, node: Node, base: View) -> bool:
-        """Whether a view of an input is only returned, and the graph does not change that input."""
-        if any(user.op != "output" for user in node.users) or not self._starts_at_callers_memory(node, base):
+    def _is_returned(self, node: Node, base: View) -> bool:
+        """Whether a view of an input is returned, and the graph does not change that input."""
+        if all(user.op != "output" for user in node.users) or not self._starts_at_callers_memory(node, base):
             return False
         source = next(x for x in self.gm.graph.find_nodes(op="placeholder") if x.name == self.graph.root(base.buffer))
         calls = [user.target for user in users_through_views(source) if user.op != "output"]

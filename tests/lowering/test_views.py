@@ -139,11 +139,13 @@ def test_a_view_that_reads_past_a_copied_one_is_refused():
         torch.compile(function, backend="overlapc")(torch.arange(20.0))
 
 
+@pytest.mark.parametrize("read", [lambda _: 1.0, torch.sin, lambda view: view.t().cos()])
 @pytest.mark.parametrize("options", [{}, {"check_lifecycle": True}])
-def test_an_as_strided_of_one_part_of_an_input_lies_in_the_inputs_memory(options):
+def test_an_as_strided_of_one_part_of_an_input_lies_in_the_inputs_memory(options, read):
     def function(x):
         last = x.split(2, 1)[-1]
-        return last.as_strided((11, 2), (2, 1), 1), last.sin()
+        view = last.as_strided((11, 2), (2, 1), 1)
+        return view, last.sin(), read(view) * torch.ones(2)[0]
 
     x = torch.randn(5, 6).requires_grad_() * 1
     results = function(x), torch.compile(function, backend="overlapc", options=options)(x)
