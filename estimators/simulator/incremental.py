@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -211,7 +211,7 @@ class Replay(Moves):
             state, machine.now - began_ns, machine.idle, sum(machine.exposed.values()), machine.exposed
         )
 
-    def _nodes(self, number: int, trial: _Trial) -> Sequence[int]:
+    def _nodes(self, number: int, trial: _Trial) -> Iterator[int] | Sequence[int]:
         """Return the nodes of a block, in the order of a trial."""
         begin, end = number * self._block, (number + 1) * self._block
         low, high = trial.low, trial.low + len(trial.nodes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
@@ -50,9 +50,6 @@ class StepKind(IntEnum):
     WAIT = 2
     START = 3
     COMM = 4
-
-
-_COMPUTE, _NO_STEP, _WAIT, _START = map(int, (StepKind.COMPUTE, StepKind.NOTHING, StepKind.WAIT, StepKind.START))
 
 
 class _NodeCosts(NamedTuple):
@@ -187,50 +184,44 @@ class Machine:
         self.mixes: dict[int, Mix] = {}  # `Costs.mixes` for that traffic
         self.held = costs.profile.collectives_wait_for_kernels
 
-    def run(self, nodes: Sequence[int]) -> None:
+    def run(self, nodes: Iterable[int]) -> None:
         """Simulate nodes, given by position in the schedule, in this order."""
         costs, start, end = self.costs, self.start, self.end
         steps, durations, loads, waits_for = costs.step, costs.ns, costs.load, costs.waits_for
         launch_ns, gap_ns, synchronous = costs.launch_ns, costs.gap_ns, costs.profile.synchronous
-        number, count = 0, len(nodes)
-        while number < count:
-            if len(self.active) == 1:
-                reached = self._run_beside_one(nodes, number)
-                if reached > number:
-                    number = reached
-                    continue
-            at = nodes[number]
-            number += 1
+        compute, nothing, wait, begins = map(int, (StepKind.COMPUTE, StepKind.NOTHING, StepKind.WAIT, StepKind.START))
+        for at in nodes:
             step = steps[at]
-            if step == _COMPUTE:
+            if step == compute:
                 self.host += launch_ns
-                if gap_ns:
-                    self._pass(self.now + gap_ns)
-                ahead = self.host - self.now
-                if ahead > self.most_ahead:
-                    self.most_ahead = ahead
-                if ahead > 0:
-                    if self.active or self.queued:
-                        self._stand_until_host()
+                if len(self.active) != 1 or not self._computes_beside_one(at):
+                    if gap_ns:
+                        self._pass(self.now + gap_ns)
+                    ahead = self.host - self.now
+                    if ahead > self.most_ahead:
+                        self.most_ahead = ahead
+                    if ahead > 0:
+                        if self.active or self.queued:
+                            self._stand_until_host()
+                        else:
+                            self.idle += ahead
+                            self.now = self.host
+                    start[at] = self.now
+                    if self.active or (self.queued and not self.held):
+                        self._compute(durations[at], loads[at])
                     else:
-                        self.idle += ahead
-                        self.now = self.host
-                start[at] = self.now
-                if self.active or (self.queued and not self.held):
-                    self._compute(durations[at], loads[at])
-                else:
-                    self.now += durations[at]
-                    if self.queued and durations[at]:
-                        self._begin()
-                end[at] = self.now
-            elif step == _NO_STEP:
+                        self.now += durations[at]
+                        if self.queued and durations[at]:
+                            self._begin()
+                    end[at] = self.now
+            elif step == nothing:
                 start[at] = end[at] = self.now
-            elif step == _WAIT:
+            elif step == wait:
                 start[at] = self.now
                 if waits_for[at] in self.in_flight:
                     self._stand_until_done(waits_for[at])
                 end[at] = self.now
-            elif step == _START:
+            elif step == begins:
                 self.host += launch_ns
                 self._enqueue(at)
             else:
@@ -258,65 +249,40 @@ class Machine:
         self.queued += 1
         self.in_flight.add(at)
 
-    def _run_beside_one(self, nodes: Sequence[int], first: int) -> int:
-        """Simulate kernels from `nodes[first]` on, with the idle time before each, beside the only running collective:
-        the most frequent case.
+    def _computes_beside_one(self, at: int) -> bool:
+        """Simulate a kernel, with the idle time before it, beside the only running collective: the most frequent case.
 
-        Return the number of the first node that is left to do: in its time that collective ends, another one may begin,
-        or the node is a start, or waits for a collective in flight.
+        Return False without changes if that collective ends meanwhile, or if another one may begin.
         """
-        costs, start, end, mixes, in_flight = self.costs, self.start, self.end, self.mixes, self.in_flight
-        steps, durations, loads, waits_for = costs.step, costs.ns, costs.load, costs.waits_for
-        launch_ns, gap_ns, synchronous = costs.launch_ns, costs.gap_ns, costs.profile.synchronous
+        costs, now = self.costs, self.now
         (queue,) = self.active
+        left_ns = self.left[queue]
+        gap_end = now + costs.gap_ns
         # Collectives waiting on this queue cannot begin while one runs on it. Those of another queue begin as soon as
-        # the host has issued them, unless they wait for a kernel.
-        others_wait = self.queued != len(self.waiting[queue])
-        left_ns, now, host, idle, most_ahead = self.left[queue], self.now, self.host, self.idle, self.most_ahead
-        _, (still,) = mixes.get(_NOTHING) or costs.mix(_NOTHING, self.traffic)
-        number, count, may_begin = first, len(nodes), False
-        while number < count:
-            at = nodes[number]
-            step = steps[at]
-            if step != _COMPUTE:
-                if step != _NO_STEP and (step != _WAIT or waits_for[at] in in_flight):
-                    break
-                start[at] = end[at] = now
-                number += 1
-                continue
-            begin, left, launched, gap_end = now, left_ns, host + launch_ns, now + gap_ns
-            if others_wait and (launched > gap_end or not self.held):
-                break
-            if gap_end > begin:
-                if (left * still + _ROUNDER) - _ROUNDER <= gap_end - begin:  # on_grid inlined; so below
-                    break
-                left -= ((gap_end - begin) / still + _ROUNDER) - _ROUNDER
-                begin = gap_end
-            if launched > begin:
-                if (left * still + _ROUNDER) - _ROUNDER <= launched - begin:
-                    break
-                left -= ((launched - begin) / still + _ROUNDER) - _ROUNDER
-                begin = launched
-            load = loads[at]
-            slow, (stretch,) = mixes.get(load) or costs.mix(load, self.traffic)
-            takes_ns = (durations[at] * slow + _ROUNDER) - _ROUNDER
-            if (left * stretch + _ROUNDER) - _ROUNDER <= takes_ns:
-                break
-            left_ns = left - ((takes_ns / stretch + _ROUNDER) - _ROUNDER)
-            idle += begin - now
-            if launched - gap_end > most_ahead:
-                most_ahead = launched - gap_end
-            start[at] = begin
-            end[at] = now = begin + takes_ns
-            host = now if synchronous and now > launched else launched
-            number += 1
-            if others_wait and takes_ns:
-                may_begin = True
-                break
-        self.left[queue], self.now, self.host, self.idle, self.most_ahead = left_ns, now, host, idle, most_ahead
-        if may_begin:
+        # the host has issued them, unless they wait for this kernel.
+        if self.queued and (self.host > gap_end or not self.held) and self.queued != len(self.waiting[queue]):
+            return False
+        begin = now
+        for until in (gap_end, self.host):
+            if until > begin:
+                _, (stretch,) = self.mixes.get(_NOTHING) or costs.mix(_NOTHING, self.traffic)
+                if (left_ns * stretch + _ROUNDER) - _ROUNDER <= until - begin:
+                    return False
+                left_ns -= ((until - begin) / stretch + _ROUNDER) - _ROUNDER
+                begin = until
+        slow, (stretch,) = self.mixes.get(costs.load[at]) or costs.mix(costs.load[at], self.traffic)
+        takes_ns = (costs.ns[at] * slow + _ROUNDER) - _ROUNDER  # on_grid inlined, in half the time
+        if (left_ns * stretch + _ROUNDER) - _ROUNDER <= takes_ns:
+            return False
+        self.left[queue] = left_ns - ((takes_ns / stretch + _ROUNDER) - _ROUNDER)
+        self.idle += begin - now
+        if self.host - gap_end > self.most_ahead:
+            self.most_ahead = self.host - gap_end
+        self.start[at], self.end[at] = begin, begin + takes_ns
+        self.now = begin + takes_ns
+        if self.queued and takes_ns:
             self._begin()
-        return number
+        return True
 
     def _compute(self, left_ns: float, load: int) -> None:
         """Simulate compute of `left_ns` (without contention) beside the collectives in the queues."""
