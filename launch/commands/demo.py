@@ -9,16 +9,24 @@ from typing import Annotated
 
 import typer
 
-from overlapc.launch.commands.common import Options, Passes, check_torch, new_run_folder, option_variables, writable
+from overlapc.launch.commands.common import (
+    Dtype,
+    NoReshard,
+    Options,
+    Passes,
+    Processes,
+    check_torch,
+    new_run_folder,
+    option_variables,
+    writable,
+)
 from overlapc.launch.torchrun import run_ranks
 
 
 def demo(
-    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one per GPU")] = 2,
+    nproc: Processes = 2,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="gloo with C++ kernels, or NCCL with Triton")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients are reduced in fp32")
-    ] = "fp32",
+    dtype: Dtype = "fp32",
     tp: Annotated[int, typer.Option(metavar="N", help="tensor- and sequence-parallel ranks; must divide --nproc")] = 1,
     hsdp: Annotated[int, typer.Option(metavar="N", help="replicas of the sharded parameters; must divide --nproc")] = 1,
     steps: Annotated[int, typer.Option(metavar="N", help="training steps of each of the two runs")] = 12,
@@ -27,9 +35,7 @@ def demo(
     model: Annotated[
         str, typer.Option(metavar="tiny|demo|8b", help="size of the model; 8b: 8 layers of Llama-8B")
     ] = "demo",
-    no_reshard: Annotated[
-        bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
-    ] = False,
+    no_reshard: NoReshard = False,
     profile: Annotated[
         bool,
         typer.Option(

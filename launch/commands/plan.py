@@ -12,7 +12,7 @@ import typer
 from overlapc.config import Config
 from overlapc.documents import read_text
 from overlapc.errors import ConfigError, MemoryBudgetError
-from overlapc.launch.commands.common import Options, Passes, check_torch, option_values, writable
+from overlapc.launch.commands.common import Dtype, NoReshard, Options, Passes, check_torch, option_values, writable
 
 if TYPE_CHECKING:  # a command starts without torch
     from overlapc.report.plans import Axes, Outcome, Point
@@ -66,12 +66,8 @@ def plan(
     layers: Annotated[
         int, typer.Option(metavar="N", help="number of layers (default: all of the model)", show_default=False)
     ] = 0,
-    dtype: Annotated[
-        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients are reduced in fp32")
-    ] = "bf16",
-    no_reshard: Annotated[
-        bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
-    ] = False,
+    dtype: Dtype = "bf16",
+    no_reshard: NoReshard = False,
     whole: Annotated[
         bool,
         typer.Option("--whole", help="trace every layer (default: extrapolate from a few layers if there are many)"),

@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from overlapc.errors import ConfigError
-from overlapc.launch.commands.common import Options, Passes, check_torch, new_run_folder, option_variables, writable
+from overlapc.launch.commands.common import (
+    Options,
+    Passes,
+    Processes,
+    check_torch,
+    new_run_folder,
+    option_variables,
+    writable,
+)
 from overlapc.launch.torchrun import Rendezvous, check_world, run_ranks
 
 
@@ -19,7 +27,7 @@ def run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="...", help="arguments of the script", show_default=False)
     ] = None,
-    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one per GPU")] = 1,
+    nproc: Processes = 1,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as with `python -m`")
     ] = False,
