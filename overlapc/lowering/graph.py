@@ -142,27 +142,25 @@ class GraphLowering:
         Autograd distinguishes tensors by object: a tensor's gradient must not reach its detached alias.
         """
         first: dict[View, Node] = {}
-        again: dict[Node, View] = {}
         for result in results:
             leaf = self._with_its_dtype(result) or self._in_input(result) or self.context.current(self._resolve(result))
             if isinstance(result, Node) and isinstance(leaf, View) and first.setdefault(leaf, result) is not result:
-                if result not in again:
-                    name = f"{result.name}_returned"
-                    again[result] = View(name, dataclasses.replace(leaf.layout, offset=sympy.S.Zero))
-                    made = Extern(name, aten.alias.default, (leaf,), {}, again[result], origin=provenance(result))
-                    self.context.add(made)
-                leaf = again[result]
+                leaf = self._own_result(result, aten.alias.default, (leaf,), {}, leaf.layout)
             yield leaf
 
     def _in_input(self, result: Any) -> View | None:
         """Return a returned `as_strided` in the memory of its input, where the graph itself reads a copy; else None."""
         if not isinstance(result, Node) or result not in self.returned_strided:
             return None
-        args, kwargs = self.returned_strided[result]
+        layout = self.context.layout(result.meta["val"])
+        return self._own_result(result, aten.as_strided.default, *self.returned_strided[result], layout)
+
+    def _own_result(self, result: Node, target: Any, args: Any, kwargs: Any, layout: Layout) -> View:
+        """Return the result of a call that makes a tensor for `result` alone; the call is added the first time."""
         name = f"{result.name}_returned"
         if name not in self.graph.views:
-            view = View(name, dataclasses.replace(self.context.layout(result.meta["val"]), offset=sympy.S.Zero))
-            self.context.add(Extern(name, aten.as_strided.default, args, kwargs, view, origin=provenance(result)))
+            view = View(name, dataclasses.replace(layout, offset=sympy.S.Zero))
+            self.context.add(Extern(name, target, args, kwargs, view, origin=provenance(result)))
         return self.graph.views[name]
 
     def _with_its_dtype(self, result: Any) -> View | None:
