@@ -83,7 +83,7 @@ class Fill:
         return self.placed
 
     def _first_blocked(self) -> list[int]:
-        """Return for each node the first collective that needs it; a collective counts for itself."""
+        """Return for each node the first collective that depends on it; a collective depends on itself."""
         count = len(self.kinds)
         blocks = [count] * count
         for at in range(count - 1, -1, -1):

@@ -135,7 +135,7 @@ class KernelCache:
         self._seen.discard(path)
         try:
             _checksum_path(path).unlink(missing_ok=True)
-        except OSError:  # read-only folder: every reader will find for itself that the entry is of no use
+        except OSError:  # the folder is read-only: the entry stays, and each reader rejects it again
             return
 
     def _obtain(self, path: Path, build: Callable[[Path], None]) -> None:

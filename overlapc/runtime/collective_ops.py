@@ -21,7 +21,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def backend_of(group_name: str, device_type: str) -> str:
-    """Return a group's backend for a device type, such as `gloo` or `nccl`; "" if the group has none or is gone."""
+    """Return a group's backend for a device type, such as `gloo` or `nccl`; "" if it has none or was destroyed."""
     from torch.distributed import distributed_c10d
 
     group: Any = next((group for group, name in distributed_c10d._world.pg_names.items() if name == group_name), None)

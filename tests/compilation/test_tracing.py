@@ -1,4 +1,4 @@
-"""AOTAutograd's graphs become Python code only where somebody runs or reads it."""
+"""AOTAutograd generates a graph's Python code only if the code is run or printed."""
 
 from __future__ import annotations
 

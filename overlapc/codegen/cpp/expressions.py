@@ -47,7 +47,7 @@ _FLOAT_MAX = 3.4028234663852886e38
 def index_text(expr: sympy.Expr) -> str:
     """Return C++ for an index expression, in which every symbol is an int64_t.
 
-    NotImplementedError, which names the unsupported function, if there is no C++ for it.
+    Raise NotImplementedError with the name of a function for which there is no C++.
     """
     if expr.is_Integer:
         return str(expr) if abs(int(expr)) < 2**31 else f"INT64_C({expr})"
