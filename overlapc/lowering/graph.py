@@ -116,9 +116,8 @@ class GraphLowering:
         self.writer_of: dict[str, str] = {}  # buffer -> the op that wrote it
         self.in_flight: set[str] = set()  # results of collectives that may be in flight
         self.copied_views: set[str] = set()  # copies of a view's elements, without the rest of the view's memory
-        self.returned_strided: dict[
-            Node, Any
-        ] = {}  # returned `as_strided` that the graph reads from a copy -> its call
+        # Returned `as_strided` that the graph reads from a copy -> arguments of its call.
+        self.returned_strided: dict[Node, tuple[Any, Any]] = {}
         self.strided_from: dict[str, View] = {}  # copy made by `as_strided` -> the input's view that it strided over
 
     def run(self, node: Node) -> None:
@@ -152,8 +151,8 @@ class GraphLowering:
         """Return a returned `as_strided` in the memory of its input, where the graph itself reads a copy; else None."""
         if not isinstance(result, Node) or result not in self.returned_strided:
             return None
-        layout = self.context.layout(result.meta["val"])
-        return self._own_result(result, aten.as_strided.default, *self.returned_strided[result], layout)
+        args, kwargs = self.returned_strided[result]
+        return self._own_result(result, aten.as_strided.default, args, kwargs, self.context.layout(result.meta["val"]))
 
     def _own_result(self, result: Node, target: Any, args: Any, kwargs: Any, layout: Layout) -> View:
         """Return the result of a call that makes a tensor for `result` alone; the call is added the first time."""
