@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlapc.config import Config
 from overlapc.estimators.calibration.clock import collective_ns
 from overlapc.estimators.calibration.measure_contention import ContentionMeasurement
 from overlapc.estimators.calibration.measure_machine import Measurement
@@ -36,7 +37,7 @@ class InFlight:
 
 def copies(measurement: Measurement) -> None:
     """Measure times, and on GPUs slowdowns, of copies between all ranks. Collective: every rank must call it."""
-    reason = unsupported(measurement.device)
+    reason = unsupported(measurement.device, Config.of({}).cache_dir)
     if reason:
         measurement.say(f"no copies: {reason}")
         return
@@ -89,7 +90,7 @@ def _opened(size_bytes: int, device: torch.device) -> Pool:
     assert group is not None
     ranks = tuple(range(dist.get_world_size()))
     wanted = Wanted(group.group_name, _NAME, ranks, size_bytes + 2 * aligned(1), "")
-    return open_pools([wanted], device, ranks, _tell)[_NAME]
+    return open_pools([wanted], device, ranks, _tell, Config.of({}).cache_dir)[_NAME]
 
 
 def _tell(stage: str, text: str) -> Sequence[str]:

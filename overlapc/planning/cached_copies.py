@@ -34,7 +34,7 @@ def reopened(
     if agreement is None:
         return None
     device = stored[0].device
-    reason = unsupported(device) or ""
+    reason = unsupported(device, config.cache_dir) or ""
     reach = CopyReach.agreed_on(agreement, config, device, reason, [copies.ranks for copies in stored])
     if reach.none or any(reach.apart(ranks, device.type) for ranks in reach.groups):
         return None
@@ -45,7 +45,7 @@ def reopened(
             return None
     try:
         with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
-            pools = open_pools(_wanted(stored), device, agreement.ranks, agreement.exchange)
+            pools = open_pools(_wanted(stored), device, agreement.ranks, agreement.exchange, config.cache_dir)
     except NoSharedMemory:  # raised on all ranks: they plan the graph again, which reports the reason
         return None
     return _on(pools, graphs)

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,7 @@ class Transports:
 
     device: torch.device | None = None
     agreement: GraphAgreement | None = None
+    cache_dir: Path = Path()  # where code that copies need is built
     reach: CopyReach = field(default_factory=CopyReach)
     wanted: bool = False
     rewritten: bool = False  # collectives of the graph were replaced by others that copies can carry
@@ -120,7 +122,8 @@ class Transports:
         device = None if reason else next(iter(devices))
         if agreement is None:
             return cls(reach=CopyReach(none=reason), wanted=True)
-        return cls(device, agreement, CopyReach.agreed_on(agreement, config, device, reason), wanted=True)
+        reach = CopyReach.agreed_on(agreement, config, device, reason)
+        return cls(device, agreement, config.cache_dir, reach, wanted=True)
 
     @classmethod
     def following(cls, agreed: AgreedCopies, resized: frozenset[str]) -> Transports:
@@ -130,8 +133,7 @@ class Transports:
         """
         return cls(
             agreed.device,
-            None,
-            CopyReach(agreed.places),
+            reach=CopyReach(agreed.places),
             wanted=True,
             units_by_library=agreed.units_by_library,
             agreed=agreed.without(resized),
@@ -254,7 +256,11 @@ class Transports:
         }
         with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
             opened = open_pools(
-                graph.wanted(layouts, self.groups), self.device, self.agreement.ranks, self.agreement.exchange
+                graph.wanted(layouts, self.groups),
+                self.device,
+                self.agreement.ranks,
+                self.agreement.exchange,
+                self.cache_dir,
             )
         self.agreed = AgreedCopies(self.device, self.reach.places, self.units_by_library, layouts, self.over_hosts)
         return graph.on(layouts, opened)
@@ -377,7 +383,7 @@ def _no_copies(
         return "ranks exchange no data while compiling (see rank_check)"
     if len(devices) != 1:
         return f"the graph is on {len(devices)} devices"
-    return unsupported(next(iter(devices))) or ""
+    return unsupported(next(iter(devices)), config.cache_dir) or ""
 
 
 def carried(gm: GraphModule, safe: frozenset[str], transports: Transports) -> list[Collective]:

@@ -6,13 +6,7 @@ GPU, and through ctypes on the host.
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import logging
-import platform
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,13 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from overlapc.errors import ToolchainError
-from overlapc.runtime.cache import KernelCache, content_key
-from overlapc.runtime.toolchain import compile_error, find_compiler
+from overlapc.runtime.native_module import native_module
 
 DRIVER = "libcuda.so.1"
-_NAME = "overlapc_launcher"
-_SOURCE = Path(__file__).with_name("launcher.c")
-_FLAGS = ("-x", "c", "-std=gnu11", "-O2", "-fPIC", "-shared", "-w")
 _log = logging.getLogger("overlapc")
 
 
@@ -66,33 +56,7 @@ def host_launcher_type(cache_dir: Path) -> Callable[..., Callable[..., None]] | 
 @lru_cache(None)
 def _module(cache_dir: Path) -> ModuleType | None:
     try:
-        return _load(_built(cache_dir))
+        return native_module("overlapc_launcher", Path(__file__).with_name("launcher.c"), cache_dir)
     except (ToolchainError, ImportError, OSError) as error:
         _log.info("kernels are launched from Python, at 1 to 2 us more each: %s", error)
         return None
-
-
-def _built(cache_dir: Path) -> Path:
-    headers = sysconfig.get_path("include")
-    # Any C compiler gives the same interface, so the compiler is not part of the key: warm starts need not look for it.
-    key = content_key(_SOURCE.read_text(), *_FLAGS, headers, sys.version, platform.machine())
-
-    def build(library: Path) -> None:
-        line = [*find_compiler().command, *_FLAGS, f"-I{headers}", "-o", str(library), str(_SOURCE), "-ldl"]
-        result = subprocess.run(line, capture_output=True, text=True)
-        if result.returncode:
-            raise compile_error(line, result.stderr, _SOURCE)
-
-    return KernelCache(cache_dir, "launchers").get_or_build(key, ".so", build)
-
-
-def _load(library: Path) -> ModuleType:
-    if _NAME in sys.modules:
-        return sys.modules[_NAME]
-    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(library))
-    spec = importlib.util.spec_from_file_location(_NAME, library, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    sys.modules[_NAME] = module
-    return module

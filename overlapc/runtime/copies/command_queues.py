@@ -11,18 +11,22 @@ import ctypes
 import os
 import queue
 import signal
+import struct
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from overlapc.errors import PeerLost
+from overlapc.errors import PeerLost, ToolchainError
 from overlapc.runtime.copies.commands import Command, Copy, Post, Run, Until, in_run
+from overlapc.runtime.native_launcher import DRIVER
+from overlapc.runtime.native_module import native_module
 
 NameOf = Callable[[int], str]  # rank within the group -> its name in messages
 _POLLS = 200  # of a flag before a thread begins to sleep between polls
@@ -51,6 +55,10 @@ class ThreadQueue:
         self._jobs: queue.SimpleQueue[tuple[Sequence[Command], Run, Future[None]] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
         threading.Thread(target=self._run, name=f"copies of {name}", daemon=True).start()
+
+    def prepared(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """Return the commands in the form that `run` takes; it may run them any number of times."""
+        return commands
 
     def run(self, commands: Sequence[Command], run: Run) -> Future[None]:
         """Enqueue commands; return a future for `wait`."""
@@ -111,47 +119,34 @@ class StreamQueue:
     Copies within the GPU run on a second stream; on the first one the links would be idle during them.
     """
 
-    def __init__(self, name: str, name_of: NameOf, timeout_s: float, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, name: str, name_of: NameOf, timeout_s: float, device: torch.device, cache_dir: Path) -> None:
+        """Raises ToolchainError, ImportError or OSError where `unsupported` gives a reason."""
+        native = _native(cache_dir)
+        assert device.index is not None
+        self._device_index = device.index
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._local_copies = torch.cuda.Stream(device, priority=-1)
-        self._driver = _Driver()
-        self._watch = _Watch(name, name_of, timeout_s, self._driver, device)
+        with torch.cuda.device(device):
+            self._streams = native.CopyStream(self._stream.cuda_stream, self._local_copies.cuda_stream)
+        self._watch = _Watch(name, name_of, timeout_s, device)
 
-    def run(self, commands: Sequence[Command], run: Run) -> torch.cuda.Event:
-        """Enqueue commands after earlier ones and after the current stream's work; return an event for `wait`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        at = self._stream.cuda_stream
-        driver = self._driver
-        flags: list[Post | Until] = []
-        untils: list[Until] = []
-        forked = False
-        for command in commands:
-            if isinstance(command, Copy):
-                if flags:
-                    driver.flags(at, flags)
-                    flags = []
-                if command.own and not forked:
-                    self._local_copies.wait_stream(self._stream)
-                    forked = True
-                driver.copy(self._local_copies.cuda_stream if command.own else at, command)
-            else:
-                flag = in_run(command, run)
-                flags.append(flag)
-                if isinstance(flag, Until):
-                    untils.append(flag)
-        if flags:
-            driver.flags(at, flags)
-        if forked:
-            self._stream.wait_stream(self._local_copies)
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        self._watch.add(event, untils)
-        return event
+    def prepared(self, commands: Sequence[Command]) -> PackedCommands:
+        """Return the commands in the form that `run` takes; it may run them any number of times."""
+        return PackedCommands.of(commands)
 
-    def wait(self, done: torch.cuda.Event) -> None:
-        """Make the current stream wait for the commands of this event."""
-        torch.cuda.current_stream(self._device).wait_event(done)
+    def run(self, commands: PackedCommands, run: Run) -> Any:
+        """Enqueue commands after earlier ones and after the current stream's work; return their end, for `wait`."""
+        done = self._streams.run(self._current(), commands.packed, run.collective, run.release)
+        self._watch.add(done, commands, run)
+        return done
+
+    def wait(self, done: Any) -> None:
+        """Make the current stream wait for the commands of a `run`."""
+        done.wait(self._current())
+
+    def _current(self) -> int:
+        """Return the current stream of the device."""
+        return torch._C._cuda_getCurrentRawStream(self._device_index)
 
     def drain(self) -> None:
         """Block until all commands are done."""
@@ -165,57 +160,35 @@ class StreamQueue:
 
 Queue = ThreadQueue | StreamQueue
 
-_WAIT, _WRITE, _AT_LEAST = 1, 2, 0  # CU_STREAM_MEM_OP_WAIT_VALUE_32, _WRITE_VALUE_32; CU_STREAM_WAIT_VALUE_GEQ
+
+class PackedCommands(NamedTuple):
+    """Commands for `copy_stream.c`."""
+
+    packed: bytes  # its array of `Command`
+    flags: tuple[Until, ...]  # those that the commands wait for
+
+    @classmethod
+    def of(cls, commands: Sequence[Command]) -> PackedCommands:
+        """Pack commands, all of one collective."""
+        rows = b"".join(_COMMAND.pack(*_row(command)) for command in commands)
+        return cls(rows, tuple(command for command in commands if isinstance(command, Until)))
 
 
-class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams (48 bytes), with the fields of its 32-bit waits and writes."""
-
-    _fields_ = (
-        ("operation", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("alias", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64),
-    )
+_COMMAND = struct.Struct("=qQQqq")  # `Command` of copy_stream.c
+_COPY, _OWN_COPY, _POST, _UNTIL = range(4)
 
 
-class _Driver:
-    """The three calls of the CUDA driver for which torch has no interface that takes addresses."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        self._copy = library.cuMemcpyAsync
-        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-        self._operate = library.cuStreamBatchMemOp_v2
-        self._operate.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
-        self._fetch = library.cuMemcpyDtoHAsync_v2
-        self._fetch.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-
-    def copy(self, stream: int, command: Copy) -> None:
-        _succeeded(self._copy(command.target, command.source, command.bytes, stream), "cuMemcpyAsync")
-
-    def flags(self, stream: int, commands: Sequence[Post | Until]) -> None:
-        operations = (_Operation * len(commands))()
-        for operation, command in zip(operations, commands, strict=True):
-            waits = isinstance(command, Until)
-            operation.operation = _WAIT if waits else _WRITE
-            operation.address, operation.value = command.flag, command.value & 0xFFFFFFFF
-            operation.flags = _AT_LEAST if waits else 0  # by default a write is fenced: peers see all writes before it
-        _succeeded(self._operate(stream, len(commands), operations, 0), "cuStreamBatchMemOp")
-
-    def value(self, stream: torch.cuda.Stream, flag: int) -> int:
-        """Return the current value of a flag."""
-        found = ctypes.c_uint32()
-        _succeeded(self._fetch(ctypes.byref(found), flag, 4, stream.cuda_stream), "cuMemcpyDtoHAsync")
-        stream.synchronize()
-        return found.value
+def _row(command: Command) -> tuple[int, int, int, int, int]:
+    if isinstance(command, Copy):
+        return _OWN_COPY if command.own else _COPY, command.target, command.source, command.bytes, 0
+    return _UNTIL if isinstance(command, Until) else _POST, command.flag, 0, command.value, command.release
 
 
-def _succeeded(code: int, call: str) -> None:
-    if code:
-        raise RuntimeError(f"{call} failed with CUDA driver error {code}")
+def _native(cache_dir: Path, driver: str = DRIVER) -> Any:
+    """Return the module `copy_stream.c`, which uses this CUDA driver."""
+    module: Any = native_module("overlapc_copies", Path(__file__).with_name("copy_stream.c"), cache_dir)
+    module.open_driver(driver)
+    return module
 
 
 class _Watch:
@@ -223,17 +196,17 @@ class _Watch:
 
     _EVERY_S = 0.5
 
-    def __init__(self, name: str, name_of: NameOf, timeout_s: float, driver: _Driver, device: torch.device) -> None:
+    def __init__(self, name: str, name_of: NameOf, timeout_s: float, device: torch.device) -> None:
         self._name, self._name_of, self._timeout_s = name, name_of, timeout_s
-        self._driver, self._device = driver, device
-        self._in_flight: deque[tuple[torch.cuda.Event, list[Until]]] = deque()
+        self._device = device
+        self._in_flight: deque[tuple[Any, PackedCommands, Run]] = deque()  # the end of each `run` first
         self._closed = threading.Event()
         threading.Thread(target=self._run, name=f"watch over copies of {name}", daemon=True).start()
 
-    def add(self, event: torch.cuda.Event, untils: list[Until]) -> None:
+    def add(self, done: Any, commands: PackedCommands, run: Run) -> None:
         while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
-        self._in_flight.append((event, untils))
+        self._in_flight.append((done, commands, run))
 
     def close(self) -> None:
         self._closed.set()
@@ -241,7 +214,7 @@ class _Watch:
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         stream = torch.cuda.Stream(self._device)
-        oldest: torch.cuda.Event | None = None
+        oldest: Any = None
         since_s = time.monotonic()
         while not self._closed.wait(self._EVERY_S):
             flying = next(iter(tuple(self._in_flight)), None)
@@ -250,9 +223,9 @@ class _Watch:
                 since_s = time.monotonic()
                 continue
             if time.monotonic() - since_s > self._timeout_s:
-                missing = next(
-                    (each for each in flying[1] if not reached(self._driver.value(stream, each.flag), each.value)), None
-                )
+                _, commands, run = flying
+                flags = (in_run(flag, run) for flag in commands.flags)
+                missing = next((flag for flag in flags if not reached(_value(flag, stream), flag.value)), None)
                 if missing is None:  # the queue waits for this rank's own compute, not for a peer
                     since_s = time.monotonic()
                     continue
@@ -261,15 +234,32 @@ class _Watch:
                 os.kill(os.getpid(), signal.SIGABRT)
 
 
-def queue_on(device: torch.device, name: str, name_of: NameOf, timeout_s: float) -> Queue:
-    """Return a new queue for ranks on devices of this type."""
+def _value(flag: Until, stream: torch.cuda.Stream) -> int:
+    """Return the current value of a flag."""
+    found = ctypes.c_uint32()
+    fetch = ctypes.CDLL(DRIVER).cuMemcpyDtoHAsync_v2
+    fetch.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    if code := fetch(ctypes.byref(found), flag.flag, 4, stream.cuda_stream):
+        raise RuntimeError(f"cuMemcpyDtoHAsync failed with CUDA driver error {code}")
+    stream.synchronize()
+    return found.value
+
+
+def queue_on(device: torch.device, name: str, name_of: NameOf, timeout_s: float, cache_dir: Path) -> Queue:
+    """Return a new queue for ranks on devices of this type.
+
+    cache_dir: where `copy_stream.c` is built.
+    """
     if device.type == "cpu":
         return ThreadQueue(name, name_of, timeout_s)
-    return StreamQueue(name, name_of, timeout_s, device)
+    return StreamQueue(name, name_of, timeout_s, device, cache_dir)
 
 
-def unsupported(device: torch.device) -> str | None:
-    """Return why copies are not supported on this device and machine, or None if they are."""
+def unsupported(device: torch.device, cache_dir: Path) -> str | None:
+    """Return why copies are not supported on this device and machine, or None if they are.
+
+    cache_dir: where `copy_stream.c` is built.
+    """
     if device.type == "cpu":
         import platform
 
@@ -283,4 +273,10 @@ def unsupported(device: torch.device) -> str | None:
     except ImportError:
         return "this torch has no symmetric memory"
     needs: Any = ("empty", "rendezvous")
-    return None if all(hasattr(found, name) for name in needs) else "this torch has no symmetric memory"
+    if not all(hasattr(found, name) for name in needs):
+        return "this torch has no symmetric memory"
+    try:
+        _native(cache_dir)
+    except (ToolchainError, ImportError, OSError) as error:
+        return f"the code that starts copies cannot be built or loaded: {error}".splitlines()[0]
+    return None

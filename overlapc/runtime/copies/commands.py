@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 FLAG_BYTES = 64  # each flag has its own CPU cache line
 MOST_RANKS = 64
@@ -70,16 +70,21 @@ class Run(NamedTuple):
     release: int
 
 
+@overload
+def in_run(flag: Until, run: Run) -> Until: ...
+
+
+@overload
+def in_run(flag: Post | Until, run: Run) -> Post | Until: ...
+
+
 def in_run(flag: Post | Until, run: Run) -> Post | Until:
     """Return the command with its value in this run.
 
     Values in commands count from the run's first collective, or first release, so that commands are the same in every
     run of a graph.
     """
-    value = flag.value + (run.release if flag.release else run.collective)
-    if isinstance(flag, Post):
-        return Post(flag.flag, value, flag.release)
-    return Until(flag.flag, value, flag.peer, flag.what, flag.release)
+    return flag._replace(value=flag.value + (run.release if flag.release else run.collective))
 
 
 class Given(NamedTuple):

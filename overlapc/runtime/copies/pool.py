@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ RanksDisagree."""
 class Pool:
     """The pool of one group on one device, made by `open_pools`."""
 
-    def __init__(self, group: str, name: str, ranks: tuple[int, ...], device: torch.device, timeout_s: float) -> None:
+    def __init__(self, wanted: Wanted, device: torch.device, cache_dir: Path) -> None:
+        group, name, ranks = wanted.group, wanted.name, wanted.ranks
         self.group = group  # torch's name of the group, which may differ between ranks
         self.name = name  # equal on all ranks
         self.ranks = ranks
@@ -48,7 +50,9 @@ class Pool:
         self.memory: Memory | None = None
         self.views: weakref.WeakKeyDictionary[GraphCopies, _Views] = weakref.WeakKeyDictionary()  # of this memory
         self.token = ""  # identifies the memory: equal on all ranks that mapped each other's
-        self.queue: Queue = queue_on(device, f"@{name}", lambda rank: f"rank {ranks[rank]}", timeout_s)
+        self.queue: Queue = queue_on(
+            device, f"@{name}", lambda rank: f"rank {ranks[rank]}", timeout_s(group), cache_dir
+        )
         weakref.finalize(self, self.queue.close).atexit = False  # at exit it would wait for peers that may be gone
 
     @property
@@ -84,15 +88,17 @@ class Wanted:
 
 
 def open_pools(
-    wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequence[int], exchange: Exchange
+    wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequence[int], exchange: Exchange, cache_dir: Path
 ) -> dict[str, Pool]:
     """Return pools of at least these bytes, by name. Collective: all of `all_ranks`, which compile this graph, call it.
+
+    cache_dir: where code that the pools need is built.
 
     Either all ranks of a group allocate new memory or none does, whatever each still has from earlier graphs. If one
     rank cannot allocate, all raise NoSharedMemory and pools stay as they were. Raises CompileError if ranks of a group
     would lay out the memory differently.
     """
-    found = {each.name: _pool(each, device) for each in wanted}
+    found = {each.name: _pool(each, device, cache_dir) for each in wanted}
     for pool in found.values():
         pool.queue.drain()
     if device.type == "cuda":
@@ -172,11 +178,11 @@ def reusable_pools(wanted: Sequence[Wanted], device: torch.device) -> dict[str, 
     return found
 
 
-def _pool(wanted: Wanted, device: torch.device) -> Pool:
+def _pool(wanted: Wanted, device: torch.device, cache_dir: Path) -> Pool:
     key = (wanted.group, device)
     pool = _pools.get(key)
     if pool is None or pool.ranks != wanted.ranks:
-        pool = _pools[key] = Pool(wanted.group, wanted.name, wanted.ranks, device, timeout_s(wanted.group))
+        pool = _pools[key] = Pool(wanted, device, cache_dir)
     return pool
 
 
@@ -234,8 +240,9 @@ class _Views:
 
     results: dict[int, list[Tensor]] = field(default_factory=dict)  # by collective
     shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by collective and position of the tensor
-    # By collective: its commands, and the addresses outside of the pool that they are for, which seldom change.
-    commands: dict[int, tuple[list[int], list[Command]]] = field(default_factory=dict)
+    # By collective: its commands as prepared by the queue, and the addresses outside of the pool that they are for,
+    # which seldom change.
+    commands: dict[int, tuple[list[int], Any]] = field(default_factory=dict)
 
 
 class GraphCopies:
@@ -301,7 +308,8 @@ class GraphCopies:
             addresses = [tensor.data_ptr() for tensor in (*given, *results)]
         known = views.commands.get(index)
         if known is None or known[0] != addresses:
-            known = views.commands[index] = addresses, self._commands(index, given, results)
+            prepared: Any = pool.queue.prepared(self._commands(index, given, results))
+            known = views.commands[index] = addresses, prepared
         # Hold the tensors that are read and written: their memory must not be freed before `wait`.
         self._in_flight[index] = pool.queue.run(known[1], Run(self._base, self._released)), (*given, *results)
         if index in self._early_shards:

@@ -49,9 +49,9 @@ def pool_of(size_bytes: int, timeout_s: float | None = None) -> Pool:
     ranks = tuple(range(dist.get_world_size()))
     wanted = Wanted(dist.group.WORLD.group_name, "dp", ranks, size_bytes, "")
     if timeout_s is None:
-        return open_pools([wanted], CPU, ranks, exchange)["dp"]
+        return open_pools([wanted], CPU, ranks, exchange, Path())["dp"]
     with mock.patch("overlapc.runtime.copies.pool.timeout_s", return_value=timeout_s):
-        return open_pools([wanted], CPU, ranks, exchange)["dp"]
+        return open_pools([wanted], CPU, ranks, exchange, Path())["dp"]
 
 
 def made(pool: Pool | None, cases: Sequence[Case], ahead: int, timeout_s: float | None = None) -> GraphCopies:
