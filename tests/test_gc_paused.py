@@ -1,0 +1,55 @@
+"""Garbage collection is paused while Dynamo compiles, and only then."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """A function that returns the context in which Dynamo compiles a frame; without callbacks of other tests, and
+    without the objects that conftest.py froze."""
+    monkeypatch.setattr(callback_handler, "start_callbacks", [])
+    monkeypatch.setattr(callback_handler, "end_callbacks", [])
+    for _ in range(2):
+        torch.compile(lambda x: x, backend="overlapc")
+    gc.unfreeze()
+    yield lambda: callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0")
+    gc.freeze()
+
+
+def test_a_compile_collects_no_garbage(compiling):
+    gc.collect()  # so that none is due
+    collections = sum(each["collections"] for each in gc.get_stats())
+    with compiling():
+        with compiling():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        kept = [[] for _ in range(100_000)]
+    assert gc.isenabled()
+    assert sum(each["collections"] for each in gc.get_stats()) == collections
+    assert len(kept) == 100_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_the_user_disabled_stays_disabled(compiling):
+    gc.disable()
+    try:
+        with compiling():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_objects_that_the_user_froze_stay_frozen(compiling):
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with compiling():
+        pass
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > frozen / 2
