@@ -13,6 +13,7 @@ torch's min-cut decides which values are saved and which are recomputed, except 
 - float32 values computed element by element from smaller ones, and every other sum of gated residuals, are not saved
   (overlapc/fx/recompute.py). Of a view, the base is saved: backward then knows which of its inputs share memory, and
   the plan counts that memory once.
+- Sizes that backward's arguments are made of are saved, too (overlapc/fx/saved_sizes.py).
 - An input that forward changes is saved as a copy from before the change (overlapc/fx/changed_inputs.py).
 - Sums, and other values whose bits depend on the kernel that computes them, are saved if the graph compares them, also
   inside a checkpoint (overlapc/fx/compared.py).
@@ -41,6 +42,7 @@ from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import backward_nodes, recompute_expansions, recompute_sums
 from overlapc.fx.rng_state import describe, unwrap_attention
+from overlapc.fx.saved_sizes import save_sizes
 from overlapc.fx.versions import return_no_tangents
 
 aten = torch.ops.aten
@@ -92,6 +94,7 @@ def partition(
         )
     draw_early(backward.graph)
     drop_copies(forward.graph, num_fwd_outputs, copies)
+    save_sizes(forward, backward, num_fwd_outputs)
     unwrap_attention(forward, backward)
     for graph in (forward, backward):
         describe(graph)
