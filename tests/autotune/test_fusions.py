@@ -1,4 +1,4 @@
-"""`benchmark_fusion`: fusions stay where kernels, really run, are faster together."""
+"""`benchmark_fusion`: two kernels are fused only if the fused kernel is measured to be faster than both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def two_readers():
 
 
 def times(fused_ns: float, spills: int = 0):
-    """Single kernels take 100 ns; one that stores twice what is said."""
+    """Return a measurement by which a kernel with one store takes 100 ns and one with two stores `fused_ns`."""
 
     def measure(op: Loops) -> KernelTiming:
         return KernelTiming(100.0) if len(op.body.stores) == 1 else KernelTiming(fused_ns, spills)
@@ -32,7 +32,7 @@ def times(fused_ns: float, spills: int = 0):
     return measure
 
 
-def test_a_fusion_that_is_faster_stays() -> None:
+def test_a_fusion_measured_as_faster_is_accepted() -> None:
     ops, report = fuse_ops(two_readers(), measure=times(199.0))
     assert names(ops) == ["y"]
     assert len(report.fused) == 1
@@ -49,22 +49,22 @@ def test_a_fusion_that_is_faster_stays() -> None:
         ),
     ],
 )
-def test_a_fusion_that_is_not_is_refused_with_what_was_measured(measure, reason: str) -> None:
+def test_a_slower_spilling_or_unmeasured_fusion_is_refused_with_its_reason(measure, reason: str) -> None:
     _, report = fuse_ops(two_readers(), measure=measure)
     assert report.fused == []
     assert report.refused["x", "y"].startswith(reason)
 
 
-def test_kernels_are_run_once_and_take_time(tmp_path: Path) -> None:
+def test_kernels_of_equal_source_are_measured_once(tmp_path: Path) -> None:
     made = graph([pointwise("x", "a"), extern("m", "x"), pointwise("y", "b")], ["m", "y"])
     measure = KernelTimes(made, tmp_path)
     first, second = (measure(made.ops[at]) for at in (0, 2))
     assert isinstance(first, KernelTiming)
     assert first.ns > 0
-    assert second is first  # of equal text
+    assert second is first  # cached: both kernels have the same source
 
 
-def test_through_torch_compile() -> None:
+def test_a_function_compiled_with_benchmark_fusion_equals_eager() -> None:
     torch._dynamo.utils.counters.clear()
 
     def function(x: torch.Tensor) -> torch.Tensor:

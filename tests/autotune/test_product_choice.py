@@ -1,4 +1,4 @@
-"""The contest between library and kernels of ours: what is measured, kept and preferred."""
+"""`matmul="autotune"`: library calls and generated kernels are measured, cached and compared."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ BATCH = Product(2, 16, 16, 16, f32, ((16, 1), (16, 1)))
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch):
-    """Kernels run in Triton's interpreter, on CPU tensors; what is preferred in a test ends with it."""
+    """Run kernels in Triton's interpreter on CPU tensors, and forget preferred tilings after the test."""
     monkeypatch.setattr(products, "_preferred", {})
     with interpreting():
         yield
 
 
-def test_both_are_measured_and_kept(interpreter: None, tmp_path: Path):
+def test_library_and_generated_kernel_are_measured_and_cached(interpreter: None, tmp_path: Path):
     cpu = torch.device("cpu")
     first = ProductTimes(cpu, tmp_path)([SMALL, BATCH, SMALL])
     assert set(first) == {f"{each} {whose}" for each in (SMALL, BATCH) for whose in ("library", "ours")}
     assert all(0 < ns < NEVER for ns in first.values())
-    assert ProductTimes(cpu, tmp_path)([SMALL, BATCH]) == first  # read, not measured again
+    assert ProductTimes(cpu, tmp_path)([SMALL, BATCH]) == first  # from the cache
 
 
-def test_a_graph_that_is_being_compiled_has_no_say_in_sizes(interpreter: None, tmp_path: Path):
-    """Its fake mode would make symbols of them, which a trial's kernel has nobody to ask for."""
+def test_trials_use_concrete_sizes_while_a_graph_is_compiled(interpreter: None, tmp_path: Path):
+    """The fake mode of that graph would make sizes symbolic, and a trial's kernel has no values for symbols."""
     times = ProductTimes(torch.device("cpu"), tmp_path)
     compiling = TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
     with tracing(compiling):
@@ -46,7 +46,7 @@ def test_a_graph_that_is_being_compiled_has_no_say_in_sizes(interpreter: None, t
     assert 0 < found[f"{SMALL} ours"] < NEVER
 
 
-def test_the_fastest_tiling_is_used_for_products_of_those_sizes(interpreter: None, tmp_path: Path):
+def test_the_preferred_tiling_is_used_for_products_of_the_same_sizes(interpreter: None, tmp_path: Path):
     case = plain("wide", 4096, 4096, 64, f32)
     slowest = products.candidates(case.body, {})[-1]
     assert products.choose(case.body, {}) != slowest
@@ -54,7 +54,7 @@ def test_the_fastest_tiling_is_used_for_products_of_those_sizes(interpreter: Non
     assert products.choose(case.body, {}) == slowest
 
 
-def test_the_faster_one_is_chosen():
+def test_the_generated_kernel_is_chosen_only_if_it_is_faster():
     wins = choice({f"{SMALL} ours": 2.0, f"{SMALL} library": 3.0, f"{BATCH} ours": 3.0, f"{BATCH} library": 3.0})
     assert wins(SMALL)
     assert not wins(BATCH)

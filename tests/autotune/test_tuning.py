@@ -1,4 +1,4 @@
-"""`autotune`: each kernel in the tiling that was fastest, measured once, the same on all ranks."""
+"""`autotune`: every kernel uses the fastest measured tiling; tilings are measured once, and all ranks use the same."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from tests.lowering.against_eager import compiled
 
 
 class Paced(CppGenerator):
-    """C++ sources of which each comes in tilings that take a known time: a launch only moves the clock on."""
+    """A C++ generator whose tilings take known times: a launch computes nothing and only advances a fake clock."""
 
     def __init__(self, paces_ms: Mapping[str, float]) -> None:
-        self.paces_ms = paces_ms  # by suffix of the name; "" is the heuristic one
-        self.neighbours: dict[str, tuple[str, ...]] = {}  # by suffix; all unless said
+        self.paces_ms = paces_ms  # by suffix of the kernel's name; "" is the heuristic tiling
+        self.neighbours: dict[str, tuple[str, ...]] = {}  # by suffix; a tiling not listed has all tilings as neighbours
         self.refused: str | None = None
         self.loaded: Counter[str] = Counter()  # by thread and name
         self._spent = threading.local()
@@ -75,7 +75,7 @@ class Paced(CppGenerator):
         return launch
 
     def clock(self) -> float:
-        """Seconds that launches of this thread took: the same on any machine, however busy."""
+        """Return the seconds that this thread's launches took on the fake clock."""
         return getattr(self._spent, "seconds", 0.0)
 
 
@@ -92,7 +92,7 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paced]:
 
 
 def kernels(count: int = 2) -> tuple[Schedule, LoweredGraph]:
-    """`count` kernels of different sizes, the first of which is launched twice."""
+    """Return a schedule of `count` kernels of different sizes, the first of which is launched twice."""
     ops = [pointwise(f"x{at}", "a", elements=at) for at in (1, *range(1, count + 1))]
     ops[0] = pointwise("x", "b", elements=1)
     made = graph([ops[0], extern("m", "c"), *ops[1:]], ["x", "m", *(f"x{at}" for at in range(1, count + 1))])
@@ -108,7 +108,7 @@ def tuned(cache_dir: Path, seconds: float = 60.0, count: int = 2) -> Tuning:
     return tune(schedule, lowered, weigh, cache_dir, seconds=seconds)
 
 
-def test_the_fastest_tiling_is_used_wherever_the_kernel_is(paced: Paced, tmp_path: Path):
+def test_every_launch_of_a_kernel_uses_its_fastest_tiling(paced: Paced, tmp_path: Path):
     schedule, lowered = kernels()
     found = tune(schedule, lowered, weigh, tmp_path, seconds=60)
     plain = generate_kernels(schedule, lowered)
@@ -124,29 +124,29 @@ def test_the_fastest_tiling_is_used_wherever_the_kernel_is(paced: Paced, tmp_pat
     assert set(paced.loaded.values()) == {1}
 
 
-def test_the_search_goes_on_from_what_was_faster(paced: Paced, tmp_path: Path):
+def test_the_search_continues_at_the_neighbours_of_a_faster_tiling(paced: Paced, tmp_path: Path):
     paced.paces_ms = {"": 8.0, "_b": 4.0, "_c": 9.0, "_d": 0.5, "_e": 9.0, "_f": 0.1}
     paced.neighbours = {"": ("", "_b", "_c"), "_b": ("_b", "_d", ""), "_d": ("_d", "_e"), "_c": ("_c", "_f")}
     found = tuned(tmp_path, count=1)
     (choice,) = found.choices.values()
     assert choice.tiling == "tiling_d"
     assert {name[-2:] for name in paced.loaded} >= {"_b", "_c", "_d", "_e"}
-    assert not any(name.endswith("_f") for name in paced.loaded)  # that lies behind a slower one
+    assert not any(name.endswith("_f") for name in paced.loaded)  # a neighbour only of _c, which is slower
     paced.loaded.clear()
     assert tuned(tmp_path, count=1) == found
     assert not paced.loaded
 
 
-def test_a_search_that_was_cut_short_goes_on_next_time(paced: Paced, tmp_path: Path):
+def test_a_search_that_ran_out_of_time_continues_in_the_next_run(paced: Paced, tmp_path: Path):
     paced.paces_ms = {"": 8.0, "_b": 4.0, "_d": 0.2}
     paced.neighbours = {"": ("", "_b"), "_b": ("_b", "_d")}
     (first,) = tuned(tmp_path, count=1, seconds=1e-3).choices.values()
     (second,) = tuned(tmp_path, count=1).choices.values()
     assert (first.tiling, second.tiling) == ("tiling_b", "tiling_d")
-    assert second.heuristic_ns == first.heuristic_ns  # that was not measured again
+    assert second.heuristic_ns == first.heuristic_ns  # the heuristic tiling was not measured again
 
 
-def test_what_was_measured_is_not_measured_again(paced: Paced, tmp_path: Path):
+def test_cached_times_are_not_measured_again(paced: Paced, tmp_path: Path):
     first = tuned(tmp_path)
     paced.loaded.clear()
     assert tuned(tmp_path) == first
@@ -155,7 +155,7 @@ def test_what_was_measured_is_not_measured_again(paced: Paced, tmp_path: Path):
 
 @pytest.mark.parametrize("vouched", [False, True])
 @pytest.mark.parametrize("text", ["[]", '{"x": 1}', '{"x": "fast"}'])
-def test_an_entry_that_is_something_else_is_measured_again(paced: Paced, tmp_path: Path, text: str, vouched: bool):
+def test_a_malformed_cache_entry_is_measured_again(paced: Paced, tmp_path: Path, text: str, vouched: bool):
     first = tuned(tmp_path, count=1)
     (entry,) = tmp_path.rglob("*.tilings.json")
     entry.write_text(text)
@@ -175,7 +175,7 @@ def test_a_gain_within_the_noise_changes_nothing(other_ns: float, name: str):
     assert isinstance(op, Loops)
     first = tuple(Alternative(KernelSource(each, "# a tiling", ("a",))) for each in ("k", "k_b", "k_c"))
     trial = Trial(op, first, ("x",), lambda alternative: first)
-    found = choose(trial, {"k": 100.0, "k_b": other_ns})  # k_c was not to be had
+    found = choose(trial, {"k": 100.0, "k_b": other_ns})  # k_c could not be measured
     assert (found.source.name, found.heuristic_ns) == (name, 100.0)
     assert found.chosen_ns == (other_ns if name == "k_b" else 100.0)
 
@@ -187,9 +187,9 @@ def test_a_tiling_that_is_refused_is_left_out(paced: Paced, tmp_path: Path):
     assert found.sources == {}
 
 
-def test_the_time_is_bounded_and_the_heaviest_kernels_come_first(paced: Paced, tmp_path: Path):
+def test_tuning_time_is_bounded_and_the_heaviest_kernels_are_tuned_first(paced: Paced, tmp_path: Path):
     schedule, lowered = kernels(9)
-    found = tune(schedule, lowered, weigh, tmp_path, seconds=1e-3)  # over after the first few
+    found = tune(schedule, lowered, weigh, tmp_path, seconds=1e-3)  # enough for the first few kernels only
     assert 0 < len(found.choices) < 9
     heaviest = sorted(lowered.ops, key=lambda op: -(schedule.node(op.name).work.write_bytes))  # type: ignore[union-attr]
     first = [op for op in heaviest if isinstance(op, Loops)][: len(found.choices)]
@@ -203,7 +203,7 @@ def on_ranks(count: int, work: Callable[[Peers, int], Tuning]) -> list[Tuning]:
 
 
 def test_ranks_divide_the_kernels_and_choose_alike(paced: Paced, tmp_path: Path):
-    tuned(tmp_path / "1", count=3)  # rank 1 has them all in its cache, the others measure
+    tuned(tmp_path / "1", count=3)  # rank 1 has the times of three kernels in its cache
     paced.loaded.clear()
 
     def work(peers: Peers, rank: int) -> Tuning:
@@ -216,15 +216,15 @@ def test_ranks_divide_the_kernels_and_choose_alike(paced: Paced, tmp_path: Path)
     assert len(found[0].sources) == 5
     by_rank = Counter(name.split()[0] for name in paced.loaded)
     assert set(paced.loaded.values()) == {1}
-    assert max(by_rank.values()) <= 2 * 3  # two kernels in three tilings
+    assert max(by_rank.values()) <= 2 * 3  # a rank measures at most two kernels in three tilings
     paced.loaded.clear()
-    assert on_ranks(3, work) == found  # each keeps what the others told it
+    assert on_ranks(3, work) == found  # every rank cached the times that other ranks measured
     assert not paced.loaded
 
 
 @pytest.fixture
 def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's generator for CPU tensors, in its interpreter; two tilings a kernel, as that is slow."""
+    """Use Triton's generator, in its interpreter, for CPU tensors; with two tilings a kernel because that is slow."""
     monkeypatch.setattr(candidates, "MOST", 2)
 
     with triton_on_cpu():
@@ -241,15 +241,17 @@ def run_step(**options: object) -> tuple[torch.Tensor, torch.Tensor]:
     return compiled(step, **options)(x, total), total
 
 
-def test_through_torch_compile(interpreted_triton: None, tmp_path: Path):
+def test_a_tuned_function_equals_eager_and_reports_its_tunings_from_each_cache(
+    interpreted_triton: None, tmp_path: Path
+):
     torch._dynamo.utils.counters.clear()
     record.clear()
     options = {"autotune": True, "cache_dir": str(tmp_path), "profile": "cpu-gloo"}
     x = torch.arange(12.0).view(3, 4) / 8
-    for keep in (True, True, False):  # measured; from the cache of graphs; from that of times
+    for keep in (True, True, False):  # measured; from the cache of compiled graphs; from the cache of times
         y, total = run_step(**options, warm_start=keep)
         torch.testing.assert_close(y, x.softmax(1))
-        torch.testing.assert_close(total, torch.full((4,), 2.0))  # changed once, however often its kernel was timed
+        torch.testing.assert_close(total, torch.full((4,), 2.0))  # timing the kernel did not change the input
     assert counted("tiling_compiles") == counted("kernels") / 3
     (measured, kept, again) = record.report_of_process().steps[0].graphs
     assert measured.tuned == kept.tuned == again.tuned
@@ -264,6 +266,6 @@ def test_deterministic_mode_measures_nothing(interpreted_triton: None, tmp_path:
     assert not list(tmp_path.rglob("*.tilings.json"))
 
 
-def test_others_must_wait_for_longer_than_a_rank_measures():
+def test_rank_timeout_must_exceed_autotune_seconds():
     with pytest.raises(ConfigError, match="raise rank_timeout"):
         Config(autotune=True, autotune_seconds=400)

@@ -1,4 +1,4 @@
-"""`autotune` on ranks that communicate: a rank that measures beside one that has the times, and all run the same."""
+"""`autotune` on ranks that communicate: all ranks choose the same tilings, also if only one has them in its cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def step(x: Tensor) -> Tensor:
 
 
 def starts(root: str) -> list[dict[str, Any]]:
-    """The step compiled cold, with rank 1's times lost, with all times there, and with collectives by copies."""
+    """Compile the step with empty caches, without rank 1's times, with all times cached, and with `transport="copy"`.
+
+    Returns for each of the four compilations the number of tilings timed and the report's summary of tuning.
+    """
     import triton
 
     from overlapc.codegen import cpp, generators
@@ -36,7 +39,7 @@ def starts(root: str) -> list[dict[str, Any]]:
     ours.candidates.MOST = 2
     triton.knobs.runtime.interpret = True
     rank = dist.get_rank()
-    cache = Path(root) / str(rank)  # of its own, as on another host
+    cache = Path(root) / str(rank)  # ranks share no cache, as on different hosts
     options = {"autotune": True, "cache_dir": str(cache), "warm_start": False, "profile": "cpu-gloo"}
     x = torch.linspace(0, 1 + rank, 12).view(3, 4)
     expected = step(x)
@@ -44,7 +47,8 @@ def starts(root: str) -> list[dict[str, Any]]:
     for start in ("cold", "lost", "there", "by copies"):
         if start == "lost" and rank == 1:
             shutil.rmtree(cache / "tilings")
-        transport = "copy" if start == "by copies" else "nccl"  # the former adds up by a kernel that differs by rank
+        # With "copy" a generated kernel sums the ranks' parts, and its source differs by rank.
+        transport = "copy" if start == "by copies" else "nccl"
         torch._dynamo.reset()
         record.clear()
         timed = counted("tilings_timed")
@@ -57,14 +61,16 @@ def starts(root: str) -> list[dict[str, Any]]:
     return seen
 
 
-def test_ranks_measure_what_is_missing_and_choose_alike(tmp_path: Path):
+def test_ranks_measure_only_missing_times_and_choose_alike(tmp_path: Path):
     first, second = values_on_ranks(starts, 2, str(tmp_path), timeout_s=240)
-    assert [each["tuned"] for each in first[:3]] == [each["tuned"] for each in second[:3]]  # to the last digit
+    assert [each["tuned"] for each in first[:3]] == [
+        each["tuned"] for each in second[:3]
+    ]  # printed times are equal, too
     measured = [[each["tuned"].split(",")[0] for each in starts] for starts in (first, second)]
     assert measured == [["3 of 3 kernels measured"] * 3 + ["4 of 4 kernels measured"]] * 2
-    assert first[0]["timed"] >= 4  # two kernels of three in two tilings, or what these led to
+    assert first[0]["timed"] >= 4  # this rank measures two of three kernels in two or more tilings
     assert [each["timed"] for each in first[1:3]] == [0, 0]
-    assert min(first[3]["timed"], second[3]["timed"]) >= 2  # the sum, which has another text on each rank
+    assert min(first[3]["timed"], second[3]["timed"]) >= 2  # the sum's kernel, whose source differs by rank
     assert second[0]["timed"] >= 2
     assert second[1]["timed"] >= 2
     assert second[2]["timed"] == 0

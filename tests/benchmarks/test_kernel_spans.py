@@ -1,4 +1,4 @@
-"""Kernels' names as profilers give them, each counted for the work that it does; what is exposed, added up."""
+"""Profiled kernels are classified by name, and their times per step (compute, NCCL, exposed, idle) are added up."""
 
 import pytest
 
@@ -25,11 +25,11 @@ SPANS = [
         ("Memcpy DtoD (Device -> Device)", "copies"),
     ],
 )
-def test_a_kernel_counts_for_its_work(kernel, what):
+def test_a_kernel_is_classified_by_its_name(kernel, what):
     assert class_of(kernel) == what
 
 
-def test_times_of_a_step():
+def test_times_are_per_step_and_overlapped_nccl_time_is_not_exposed():
     times = kernel_times(SPANS)
     assert times == {name: ms / PROFILED_STEPS for name, ms in
                      {"compute_ms": 6, "nccl_ms": 3, "exposed_ms": 2, "idle_ms": 2}.items()}  # fmt: skip

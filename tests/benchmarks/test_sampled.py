@@ -1,4 +1,4 @@
-"""The breakdown of compile time tells whose work a moment was."""
+"""The sampled breakdown of compile time attributes every sample to a phase."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def module(name: str, text: str) -> Any:
     return made
 
 
-def test_a_moment_belongs_to_the_innermost_frame_that_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Waits for moments, not for seconds: a busy machine only takes longer.
+def test_a_sample_counts_for_the_innermost_frame_of_a_known_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Waits for a number of samples instead of seconds, so that the test also passes on a busy machine.
     source = "def wait(until):\n    while not until(): pass\ndef call(function, *arguments): function(*arguments)\n"
     dynamo, backend = module("torch._dynamo.a", source), module("torch._inductor.b", source)
     (tmp_path / "slow_to_import.py").write_text(
@@ -50,7 +50,7 @@ def test_a_moment_belongs_to_the_innermost_frame_that_tells(tmp_path: Path, monk
     sys.modules.pop("slow_to_import")
 
 
-def test_phases_add_up_to_the_whole():
+def test_phases_add_up_to_the_elapsed_time():
     began = time.perf_counter()
     with Sampled() as sampled:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The soak's parent: what it says of ranks that come to their end, die, stand still or compute other losses."""
+"""The parent process of the soak test reports ranks that finish, die, hang or compute different losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import soak
 
-# A rank without torch: `sys.argv[2]` is what the parent gives it, and its layout says what becomes of it.
+# A fake rank, without torch: `sys.argv[2]` has its parameters, of which `layout` says how this rank ends.
 _RANK = """
 import faulthandler, json, os, signal, struct, sys, time
 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -46,19 +46,19 @@ def _soaked(how: str, folder: Path, still_s: float = 60, minutes: float = 10) ->
     return job
 
 
-def test_a_soak_that_comes_to_its_end(ranks: None, tmp_path: Path):
+def test_a_soak_that_finishes_reports_its_steps_without_trouble(ranks: None, tmp_path: Path):
     job = _soaked("ends", tmp_path)
     assert job.row() == ("ends fp32 python", 2, 7, 0, 0, "yes", "200.0")
     assert not job.trouble()
 
 
-def test_a_rank_that_dies_is_named_and_ends_the_others(ranks: None, tmp_path: Path):
+def test_a_rank_that_dies_is_reported_and_the_other_rank_is_ended(ranks: None, tmp_path: Path):
     job = _soaked("dies", tmp_path)
     assert job.row()[3:6] == (1, 0, "not known")
     assert "rank 1 died of SIGABRT" in job.trouble()[0]
 
 
-def test_ranks_that_stand_still_are_ended_with_their_stacks(ranks: None, tmp_path: Path):
+def test_ranks_that_hang_are_ended_and_their_stacks_are_reported(ranks: None, tmp_path: Path):
     job = _soaked("stands", tmp_path, still_s=1)
     assert job.row()[3:6] == (0, 1, "not known")
     (told,) = job.trouble()
@@ -67,7 +67,7 @@ def test_ranks_that_stand_still_are_ended_with_their_stacks(ranks: None, tmp_pat
 
 
 @pytest.mark.parametrize("how", ["stands", "compiles"])
-def test_what_still_runs_when_the_time_is_over_is_ended_and_shown(
+def test_ranks_that_still_run_at_the_deadline_are_ended_and_reported(
     ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
     monkeypatch.setattr(soak, "_GRACE_S", 0.0)
@@ -77,7 +77,7 @@ def test_what_still_runs_when_the_time_is_over_is_ended_and_shown(
     assert "not known" in soak.table([job]).splitlines()[-1]
 
 
-def test_other_losses_than_alone_are_told_by_round_and_step(ranks: None, tmp_path: Path):
+def test_losses_that_differ_from_the_reference_are_reported_by_round_and_step(ranks: None, tmp_path: Path):
     job = _soaked("differs", tmp_path)
     assert job.row()[5] == "NO"
     assert job.trouble()[0] == "differs fp32 python: rank 0, round 1, step 3: loss 0x1, alone 0x2"

@@ -1,4 +1,4 @@
-"""Subjects of a benchmark take turns, and one that fails costs only itself."""
+"""Subjects of a benchmark run in turns, and a subject that fails or hangs does not affect the others."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from benchmarks.turns import Turns, answer, store_at
 
 
 def serve(subject: str, rank: int, ranks: int, port: int) -> None:
-    """Adds up over its ranks what it was told; `dies` and `hangs` do so on their last rank's second turn."""
+    """Answer every turn with the turns so far and all ranks; `dies` and `hangs` fail on the last rank's second turn."""
     store = store_at(port)
     dist.init_process_group("gloo", store=dist.PrefixStore(f"{subject}/group", store), rank=rank, world_size=ranks)
     done: list[str] = []
@@ -31,7 +31,7 @@ def serve(subject: str, rank: int, ranks: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_one_that_fails_or_hangs_costs_only_itself(tmp_path: Path):
+def test_a_subject_that_fails_or_hangs_does_not_affect_the_others(tmp_path: Path):
     turns = Turns(2, tmp_path, serve)
     subjects = ["fine", "dies", "hangs"]
     try:

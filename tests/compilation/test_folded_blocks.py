@@ -1,4 +1,4 @@
-"""Equal blocks are traced once, and the graph is the one that tracing each block gives."""
+"""Equal blocks are traced once, and the graph equals the one that results if every block is traced."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def one_is_frozen() -> Model:
     return model
 
 
-# What the model is -> how many of its four layers are traced as another one's.
+# By name: how to build the model, and how many of its four layers have an equal layer, so that they are traced once.
 MODELS: dict[str, tuple[Callable[[], Model], int]] = {
     **{
         kind: (partial(Model, kind), LAYERS)
@@ -153,7 +153,7 @@ def _fresh() -> None:
 
 
 class Traced:
-    """A backend that runs forward and backward as traced, and keeps them."""
+    """A backend that runs the traced forward and backward unchanged and records their graphs."""
 
     def __init__(self, once: bool) -> None:
         self.graphs: dict[str, fx.GraphModule] = {}
@@ -167,22 +167,23 @@ class Traced:
         return make_boxed_func(gm.forward)
 
     def collectives(self, name: str) -> list[str]:
-        """Names of the nodes that communicate, in order."""
+        """Return the names of the nodes that communicate, in order."""
         nodes = self.graphs[name].graph.nodes
         return [node.name for node in nodes if "_c10d_functional" in str(node.target)]
 
     def lines(self, name: str) -> Counter[str]:
-        """Op, module and parameter of every node."""
+        """Return op, module and label (parameter) of every node, with the number of equal nodes."""
         nodes = [node for node in self.graphs[name].graph.nodes if node.op == "call_function"]
         labels = [label_of(node) for node in nodes]
-        nameless = [label and replace(label, post_group="") for label in labels]  # each model has groups of its own
+        # Names of process groups differ between two models.
+        nameless = [label and replace(label, post_group="") for label in labels]
         return Counter(
             f"{node.target} {module_path(node)} {label}" for node, label in zip(nodes, nameless, strict=True)
         )
 
 
 def trained(make: Callable[[], Model], once: bool) -> tuple[Traced, list[Tensor]]:
-    """The graphs of a step; its loss, gradients and buffers."""
+    """Run a step; return its traced graphs, and its loss, gradients and buffers."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, traced = make(), Traced(once)
@@ -195,7 +196,7 @@ def trained(make: Callable[[], Model], once: bool) -> tuple[Traced, list[Tensor]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_gradients_and_buffers_are_those_of_tracing_each(name: str) -> None:
+def test_tracing_once_gives_the_same_losses_gradients_buffers_and_graphs(name: str) -> None:
     make, folded = MODELS[name]
     each, expected = trained(make, once=False)
     assert not counted("blocks_traced_once")
@@ -203,12 +204,12 @@ def test_losses_gradients_and_buffers_are_those_of_tracing_each(name: str) -> No
     assert counted("blocks_traced_once") == folded
     assert len(found) == len(expected)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    if name != "expanded gradient":  # which is copied for the last layer
+    if name != "expanded gradient":  # tracing once copies that gradient for the last layer
         for graph in ("forward_0", "backward_0"):
             assert once.lines(graph) == each.lines(graph)
 
 
-def test_one_of_four_layers_is_traced() -> None:
+def test_only_one_of_four_equal_layers_is_traced() -> None:
     trained(partial(Model, "custom op"), once=False)
     assert backwards_traced["halve"] == LAYERS
     backwards_traced.clear()
@@ -221,7 +222,7 @@ def test_values_of_different_blocks_do_not_share_memory() -> None:
     each, _ = trained(Model, once=False)
 
     def memory(traced: Traced) -> list[int]:
-        """How many values of forward lie in each memory."""
+        """Return the number of forward's values in each storage, sorted."""
         values = [node.meta["val"] for node in traced.graphs["forward_0"].graph.nodes if node.op == "call_function"]
         found = Counter(value.untyped_storage()._cdata for value in values if isinstance(value, Tensor))
         return sorted(found.values())
@@ -247,7 +248,7 @@ def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool 
             assert graphs[1].collectives(name) == graphs[0].collectives(name)
 
 
-def test_attention_of_gpus_which_returns_numbers_too_is_stamped() -> None:
+def test_gpu_attention_that_also_returns_numbers_can_be_copied_from_a_traced_block() -> None:
     aten = torch.ops.aten
     with FakeTensorMode():
         tensors = [torch.empty(1, 2, 16, 8, dtype=torch.bfloat16) for _ in range(6)]

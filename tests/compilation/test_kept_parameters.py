@@ -1,4 +1,4 @@
-"""Parameters stay gathered only where the plan of a forward and its backward says what that costs."""
+"""Parameters stay gathered from forward to backward only if forward and its backward are planned together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _one_of_four_ranks() -> Iterator[None]:
 
 
 def planned(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[int, list[str]]:
-    """How many parameters stay gathered between forward and backward of `function`, and why others do not."""
+    """Return how many parameters of `function` stay gathered until backward, and the reasons for the rest."""
     torch.compile(function, backend=partial(plan_only, options={**OPTIONS, **options}))(*inputs)
     reasons = [name.removeprefix(NOT_KEPT) for name in counters["overlapc"] if name.startswith(NOT_KEPT)]
     return counters["overlapc"]["gathers_kept_for_backward"], reasons
@@ -48,18 +48,18 @@ class Broken(nn.Module):
         return self.layers[3](self.layers[2](h))
 
 
-def test_none_are_kept_with_cuda_graphs_which_would_copy_them() -> None:
+def test_no_parameter_stays_gathered_with_cuda_graphs() -> None:
     reason = "CUDA graphs would copy them out of forward and into backward"
     model = shard(Tiny(layers=1), mesh_1d(), reshard_after_forward=True)
     assert planned(model, *batch(2), cuda_graphs=True) == (0, [reason])
 
 
-def test_before_a_graph_break_none_are_kept_beside_what_the_rest_needs() -> None:
+def test_parameters_before_a_graph_break_do_not_stay_gathered() -> None:
     kept, reasons = planned(shard(Broken(), mesh_1d(), reshard_after_forward=True), torch.ones(2, 8))
     assert (kept > 0, reasons) == (True, ["a graph break follows"])
 
 
 @pytest.mark.filterwarnings("ignore:overlapc compiles a module of a sharded model by itself")
-def test_blocks_that_are_compiled_one_by_one_keep_none() -> None:
+def test_a_block_compiled_by_itself_keeps_no_parameter_gathered() -> None:
     model = shard(Tiny(), mesh_1d(), reshard_after_forward=True)
     assert planned(model.layers[1], torch.ones(2, 3, 8)) == (0, ["a module is compiled by itself"])

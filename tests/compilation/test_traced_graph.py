@@ -1,4 +1,4 @@
-"""Graphs that their owner traced: forward, loss and backward as one."""
+"""`compile_graph` compiles a graph of forward, loss and backward that the caller traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def step(weight: Tensor, x: Tensor, target: Tensor) -> list[Tensor]:
     return [loss, *torch.autograd.grad(loss, [weight])]
 
 
-def test_forward_loss_and_backward_of_one_graph():
+def test_a_graph_of_forward_loss_and_backward_equals_eager():
     torch.manual_seed(0)
     weight, x, target = torch.randn(6, 8, requires_grad=True), torch.randn(4, 6), torch.tensor([1, 3, 5, 7])
     gm = make_fx(step, tracing_mode="fake")(weight, x, target)

@@ -17,7 +17,7 @@ from overlapc.config import Config
 
 
 @pytest.mark.parametrize("logged", [False, True])
-def test_graphs_are_written_as_code_where_torch_logs_them(logged, monkeypatch):
+def test_graphs_are_printed_as_code_only_where_torch_logs_them(logged, monkeypatch):
     texts: list[str] = []
     print_readable = fx.GraphModule.print_readable
 
@@ -29,11 +29,12 @@ def test_graphs_are_written_as_code_where_torch_logs_them(logged, monkeypatch):
     monkeypatch.setattr(trace_log, "handlers", [])  # pytest listens
     if logged:
         monkeypatch.setattr(torch._functorch._aot_autograd.graph_compile.aot_graphs_log, "isEnabledFor", lambda _: True)
-    unwritten: dict[str, bool] = {}  # of backwards torch makes code in any case, where it puts them into their order
+    # By graph: whether its code is not generated yet. torch always generates backward's, because it reorders its nodes.
+    unwritten: dict[str, bool] = {}
 
     def compile_graph(gm: fx.GraphModule, inputs: Any, *, config: Config, name: str) -> Callable[..., Any]:
         unwritten[name] = isinstance(gm, _LazyGraphModule) and gm._needs_recompile()
-        return make_boxed_func(gm.forward)  # what runs is written then
+        return make_boxed_func(gm.forward)  # reading `forward` generates the code
 
     torch._dynamo.reset()
     x = torch.ones(3, requires_grad=True)

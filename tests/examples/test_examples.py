@@ -1,4 +1,4 @@
-"""Examples train as they do eagerly: on two gloo ranks, in one launch."""
+"""The examples train as in eager mode, on two gloo ranks that run all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 def trained() -> dict[str, dict[str, Any]]:
-    """By example: losses with overlapc and without, and what was compiled."""
+    """Return by example the losses with and without overlapc, and overlapc's counters."""
     import torch
 
     torch.set_num_threads(1)
@@ -42,11 +42,11 @@ def ranks() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_as_it_does_eagerly(ranks, name: str):
+def test_an_example_has_the_losses_of_eager_mode(ranks, name: str):
     for number, seen in enumerate(each[name] for each in ranks):
-        ends_here = name != "pipeline" or number == 1  # the last stage has the losses
+        ends_here = name != "pipeline" or number == 1  # only the last stage of a pipeline has losses
         assert len(seen["losses"]) == (STEPS if ends_here else 0)
         assert seen["losses"] == pytest.approx(seen["eager"], rel=1e-4)
         assert seen["losses"][-1:] <= seen["losses"][:1]
         assert seen["graphs"] > 0
-        assert seen.get("collectives", 0) > 0 or name == "pipeline"  # whose two ranks shard nothing
+        assert seen.get("collectives", 0) > 0 or name == "pipeline"  # which shards nothing

@@ -15,12 +15,12 @@ R = [loop_symbol("r", at) for at in range(3)]
 
 
 def loops_of(prefix: str, sizes: tuple[int, ...]) -> tuple[Loop, ...]:
-    """Loops p0, p1, … (or r0, …) of these sizes."""
+    """Return loops p0, p1, … (or r0, …) of these sizes."""
     return tuple(Loop(loop_symbol(prefix, at), sympy.Integer(size)) for at, size in enumerate(sizes))
 
 
 def flat(loops: tuple[Loop, ...]) -> sympy.Expr:
-    """The number of an iteration, outermost loop first."""
+    """Return the row-major number of an iteration, outermost loop first."""
     index: sympy.Expr = sympy.S.Zero
     for loop in loops:
         index = index * loop.size + loop.symbol
@@ -28,18 +28,18 @@ def flat(loops: tuple[Loop, ...]) -> sympy.Expr:
 
 
 def x(buffer: str, index: object, dtype: torch.dtype = torch.float32) -> Load:
-    """A load of 32-bit floats."""
+    """Return a load, of float32 by default."""
     return Load(buffer, sympy.sympify(index), dtype)
 
 
 def put(buffer: str, index: object, value: Value) -> Store:
-    """A store of 32-bit floats."""
+    """Return a store of float32."""
     return Store(buffer, sympy.sympify(index), value, torch.float32)
 
 
 @st.composite
 def indices(draw: st.DrawFn, loops: tuple[Loop, ...]) -> sympy.Expr:
-    """Where a load may read: flat, permuted or broadcast over `loops`."""
+    """Draw the index of a load: flat, permuted or broadcast over `loops`."""
     order = draw(st.permutations(range(len(loops))))
     used = [loops[at] for at in order if draw(st.integers(0, 4))]
     return flat(tuple(used))
@@ -49,7 +49,10 @@ def indices(draw: st.DrawFn, loops: tuple[Loop, ...]) -> sympy.Expr:
 def bodies(
     draw: st.DrawFn, out: str = "y", sizes: tuple[int, ...] | None = None, inputs: tuple[str, ...] = ("a", "b")
 ) -> Body:
-    """Element-wise or reducing bodies over small loops with one store (two for a reduction, at both depths)."""
+    """Draw an element-wise or reducing body over small loops.
+
+    It has one store; a reduction may have a second one, inside its reduction loops.
+    """
     if sizes is None:
         sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     parallel = loops_of("p", sizes)
@@ -69,7 +72,10 @@ def bodies(
 
 
 def buffers_for(*each: Body, fill: float = -1000.0, elements: int = 4**5) -> dict[str, Tensor]:
-    """Memory for all names in the bodies; what they read is whole numbers, so that sums are exact."""
+    """Return memory for all buffers of the bodies: `fill` in buffers that they store, random integers in the others.
+
+    Sums of integers are exact in any order.
+    """
     memory: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for body in each:

@@ -1,4 +1,4 @@
-"""What loop bodies and lowered graphs mean, by torch ops over all iterations at once: no generator, no compiler.
+"""An interpreter of loop bodies and lowered graphs: torch ops over all iterations at once, without code generation.
 
 Buffers are flat tensors in a dict. A value is a tensor over (parallel loops..., reduction loops...), so a test of a
 rewrite takes milliseconds: run the body before and after, compare the buffers.
@@ -21,7 +21,7 @@ Env = Mapping[sympy.Symbol, Any]  # numbers or int64 tensors
 
 
 def evaluate(expr: Any, env: Env) -> Any:
-    """An index expression at the numbers (or tensors of numbers) in `env`; exact integers."""
+    """Return the value of an index expression for the numbers (or tensors of numbers) in `env`, in exact integers."""
     expr = sympy.sympify(expr)
     if expr.is_Integer:
         return int(expr)
@@ -72,7 +72,7 @@ MEANING: dict[str, Callable[..., Tensor]] = {
 
 
 def run_body(body: Body, buffers: Mapping[str, Tensor], sizes: Env | None = None) -> None:
-    """Runs all iterations: reads and overwrites the flat tensors in `buffers`."""
+    """Run all iterations, which read and overwrite the flat tensors in `buffers`."""
     loops = (*body.loops, *body.reduction)
     extents = [evaluate(loop.size, sizes or {}) for loop in loops]
     space = torch.Size(extents)
@@ -176,7 +176,7 @@ def _store(
         flat.scatter_reduce_(0, index, value, f"a{store.mode}")
         return
     flat[index] = value
-    again = flat[index]  # iterations that write one element must agree on what
+    again = flat[index]  # iterations that write the same element must write the same value
     same = (again == value) | ((again != again) & (value != value))
     assert bool(same.all()), f"iterations write different values to one element of {store.buffer}"
 
@@ -197,11 +197,11 @@ def _over(index: Any, space: torch.Size) -> Tensor:
 def run_ops(
     ops: Sequence[IROp], graph: LoweredGraph, inputs: Sequence[Any], wrong_before: float = float("nan")
 ) -> list[Any]:
-    """What the graph returns for `inputs` when its ops run in this order.
+    """Return the graph's outputs for `inputs` when its ops run in this order.
 
     Memory that no op has written yet is NaN (or a large number), so a missing dependence shows.
     """
-    memory: dict[str, Any] = {}  # root buffer -> flat tensor, or what a handle stands for
+    memory: dict[str, Any] = {}  # root buffer -> flat tensor, or the object of a handle
     sizes: dict[sympy.Symbol, int] = {}
 
     def learn(expr: Any, number: int) -> None:

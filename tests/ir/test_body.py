@@ -1,4 +1,4 @@
-"""Bodies: values made once, rewrites that keep the meaning, canonical loops."""
+"""Loop bodies: equal values are one object, rewrites compute the same, loops have a canonical form."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def assert_same(first: Body, second: Body) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(bodies())
-def test_canonical_keeps_the_meaning(body: Body) -> None:
+def test_a_canonical_body_computes_the_same(body: Body) -> None:
     assert_same(body, canonical(body))
 
 
 @settings(max_examples=100, deadline=None)
 @given(bodies())
-def test_canonical_is_final_and_names_loops_in_order(body: Body) -> None:
+def test_canonical_is_idempotent_and_names_loops_in_order(body: Body) -> None:
     once = canonical(body)
     assert canonical(once) == once
     assert [loop.symbol for loop in once.loops] == P[: len(once.loops)]
@@ -55,7 +55,7 @@ def test_a_reduction_over_one_element_stays_a_reduction() -> None:
     assert canonical(body).reduction == loops_of("r", (1,))
 
 
-def test_loops_in_terms_of_others() -> None:
+def test_a_body_over_split_loops_computes_the_same() -> None:
     body = Body(loops_of("p", (12,)), (), (put("y", P[0], x("a", 11 - P[0])),))
     outer, inner = loops_of("q", (3, 4))
     split = with_loops(body, {P[0]: 4 * outer.symbol + inner.symbol}, (outer, inner), ())
@@ -69,7 +69,7 @@ def test_equal_values_are_one_object() -> None:
     assert Constant(1, torch.int64) is not Constant(True, torch.int64)
 
 
-def test_equal_bodies_of_other_layers_compare_equal_up_to_names() -> None:
+def test_bodies_are_equal_if_their_buffers_have_equal_names() -> None:
     def layer(name: str) -> Body:
         return canonical(Body(loops_of("p", (2, 3)), (), (put("y", 3 * P[0] + P[1], x(name, 3 * P[0] + P[1])),)))
 
@@ -78,7 +78,7 @@ def test_equal_bodies_of_other_layers_compare_equal_up_to_names() -> None:
     assert layer("a") != layer("b")
 
 
-def test_a_reduction_hides_its_loops() -> None:
+def test_the_result_of_a_reduction_does_not_depend_on_its_loops() -> None:
     element = x("a", 4 * P[0] + R[0])
     total = Reduce("sum", element, torch.float32)
     centred = op("sub", element, total)
@@ -88,7 +88,7 @@ def test_a_reduction_hides_its_loops() -> None:
     assert (depth[element], depth[total], depth[centred], max(depth.values())) == (0, 1, 1, 2)
 
 
-def test_sizes_a_launch_must_pass() -> None:
+def test_size_symbols_lists_the_sizes_that_a_launch_must_pass() -> None:
     size = sympy.Symbol("s7", integer=True, positive=True)
     rows = loop_symbol("p", 0)
     body = Body(

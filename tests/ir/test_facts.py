@@ -1,4 +1,4 @@
-"""Where a load's value can matter."""
+"""Which masked loads may return any value outside their mask because no output depends on it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def body(*values: Value) -> Body:
     return Body(loops_of("p", (9,)), (), tuple(put(f"y{at}", P[0], value) for at, value in enumerate(values)))
 
 
-def test_parts_of_a_join_are_selected_away_outside_their_range() -> None:
+def test_masked_parts_of_a_concatenation_are_unseen_outside_their_masks() -> None:
     first, second, third = load("a", below(3)), load("b", op("logical_and", from_(3), below(6))), load("c", from_(6))
     joined = op("where", below(3), op("neg", first), op("where", below(6), second, op("exp", third)))
     assert unseen_where_masked(body(joined)) == {first, second, third}
-    # Who reads the first part by itself sees the zeros beside it.
+    # A store of the first part by itself stores the zeros outside its mask.
     assert unseen_where_masked(body(joined, first)) == {second, third}
 
 
-def test_what_is_reduced_or_addressed_matters_everywhere() -> None:
+def test_a_load_that_is_reduced_or_selected_by_another_condition_is_seen() -> None:
     part = load("a", below(3))
     zero = Constant(0.0, torch.float32)
     reduced = op("where", below(3), Reduce("sum", part, torch.float32), zero)

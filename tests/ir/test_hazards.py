@@ -1,4 +1,4 @@
-"""When a kernel may store over what it reads: only at the same place, and only what nobody looks at afterwards."""
+"""A kernel may overwrite a buffer that it reads only at the same index, and only elements that it reads no more."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OF_ROW = Load("m", p0, f32)
 
 
 def items(buffer: str, value: Value) -> Store:
-    """Every item of every row."""
+    """Return a store of every element of every row."""
     return Store(buffer, WIDTH * p0 + r0, value, f32)
 
 
 def row(buffer: str, value: Value) -> Store:
-    """Once a row, after its passes."""
+    """Return a store of one value per row, after the passes over the row."""
     return Store(buffer, p0, value, f32)
 
 
@@ -50,7 +50,7 @@ SOME = op("gt", X, number(0.0))
         {"index": i0, "indirect": ((i0, PLACE),)},
         {"memory_dtype": torch.bfloat16},
     ],
-    ids=["elsewhere", "atomically", "some", "anywhere", "in less memory"],
+    ids=["another index", "atomic", "masked", "indirect", "narrower dtype"],
 )
 def test_only_plain_stores_overwrite_what_is_read(change: dict[str, Any]):
     store = replace(items("new", op("neg", X)), **change)
@@ -66,7 +66,7 @@ def test_only_plain_stores_overwrite_what_is_read(change: dict[str, Any]):
         Load("y", WIDTH * r0 + p0, f32),
         Load("y", WIDTH * p0 + r0, torch.float64),
     ],
-    ids=["some", "anywhere", "turned round", "other numbers"],
+    ids=["masked", "indirect", "transposed", "another dtype"],
 )
 def test_only_plain_loads_are_overwritten(load: Load):
     store = items("new", op("add", X, load))
@@ -82,9 +82,9 @@ def test_only_plain_loads_are_overwritten(load: Load):
         (body(items("new", CENTRED), items("c", SCALED)), False),
         (body(items("new", op("add", X, number(1.0))), row("s", total(X))), False),
     ],
-    ids=["in the last pass", "beside an earlier one", "before the last pass", "while others sum it"],
+    ids=["in the last pass", "with a store in an earlier pass", "before the last pass", "while a sum reads it"],
 )
-def test_items_are_overwritten_by_the_last_pass_only(made: Body, may: bool):
+def test_elements_are_overwritten_only_in_the_last_pass(made: Body, may: bool):
     assert overwrites_in_place(made, made.stores[0], {"x"}) == may
 
 
@@ -101,16 +101,16 @@ def test_items_are_overwritten_by_the_last_pass_only(made: Body, may: bool):
         ((row("s", total(op("mul", X, total(op("mul", X, op("neg", OF_ROW)))))),), False),
     ],
     ids=[
-        "alone", "once a row too", "items of something else", "items computed of it", "items that are it",
-        "items scattered", "a sum of it", "a sum of a sum of it",
+        "no other store", "per row", "elements without it", "elements computed from it", "elements equal to it",
+        "elements scattered", "a sum of it", "a sum of a sum of it",
     ],
 )  # fmt: skip
-def test_what_a_row_has_once_is_overwritten_unless_its_items_or_sums_look_at_it(others: tuple[Store, ...], may: bool):
+def test_a_value_per_row_is_overwritten_unless_elements_or_sums_read_it(others: tuple[Store, ...], may: bool):
     made = body(row("new", MOVED), *others)
     assert overwrites_in_place(made, made.stores[0], {"m"}) == may
 
 
-def test_a_kernel_scatters_where_its_iterations_go_by_where_they_write():
+def test_atomic_masked_and_indirect_stores_make_a_kernel_scatter():
     plain = items("new", X)
     assert not scatters(body(plain))
     for change in ({"mode": "add"}, {"mask": SOME}, {"indirect": ((i0, PLACE),)}):

@@ -1,4 +1,4 @@
-"""Index expressions mean the same after simplification, by trying every iteration."""
+"""Simplified index expressions have the same value at every iteration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def iterations(sizes: tuple[int, ...]) -> list[dict[sympy.Symbol, int]]:
 
 @st.composite
 def expressions(draw: st.DrawFn, depth: int = 3) -> sympy.Expr:
-    """Sums, multiples, divisions and remainders of loop symbols; never negative, as ModularIndexing wants."""
+    """Draw sums, multiples, quotients and remainders of loop symbols; never negative, as ModularIndexing requires."""
     if depth == 0 or not draw(st.integers(0, 3)):
         return draw(st.sampled_from([*SYMBOLS, sympy.Integer(draw(st.integers(0, 9)))]))
     inner = draw(expressions(depth - 1))
@@ -107,15 +107,15 @@ def test_dense_layouts_have_neither_holes_nor_overlap(
     assert is_dense([*map(sympy.Integer, size)], [*map(sympy.Integer, stride)]) is dense
 
 
-def test_symbolic_sizes_resolve_where_it_can_be_proved() -> None:
+def test_divisions_by_symbolic_sizes_are_removed_where_a_proof_exists() -> None:
     ranges = ((P0, sympy.S.Zero, SIZE - 1), (P1, sympy.S.Zero, sympy.Integer(7)))
     assert simplify(FloorDiv(8 * P0 + P1, sympy.Integer(8)), ranges) == P0
     assert simplify(ModularIndexing(8 * P0 + P1, sympy.S.One, sympy.Integer(8)), ranges) == P1
     assert simplify(ModularIndexing(P0, sympy.S.One, SIZE), ranges) == P0
-    assert simplify(FloorDiv(P0 + P1, SIZE), ranges).has(FloorDiv)  # may be 0 or more: stays
+    assert simplify(FloorDiv(P0 + P1, SIZE), ranges).has(FloorDiv)  # may have several values
 
 
-def test_divisions_look_at_the_digit_they_need() -> None:
+def test_a_division_drops_terms_that_cannot_change_the_quotient() -> None:
     ranges = ((P0, sympy.S.Zero, sympy.Integer(1023)), (P1, sympy.S.Zero, sympy.Integer(127)))
     whole = sympy.Integer(16384)
     assert simplify(FloorDiv(128 * P0 + P1, whole), ranges) == FloorDiv(P0, sympy.Integer(128))
@@ -123,7 +123,7 @@ def test_divisions_look_at_the_digit_they_need() -> None:
     assert simplify(ModularIndexing(128 * P0 + P1, sympy.S.One, whole), ranges) == 128 * inner + P1
 
 
-def test_a_division_with_one_quotient_is_that_number() -> None:
+def test_a_division_with_only_one_possible_quotient_becomes_a_constant() -> None:
     ranges = ((P0, sympy.S.Zero, sympy.Integer(3)), (P1, sympy.Integer(16384), sympy.Integer(20479)))
     whole = sympy.Integer(16384)
     assert simplify(ModularIndexing(4096 * P0 + P1, sympy.S.One, whole), ranges) == 4096 * P0 + P1 - whole
@@ -149,14 +149,14 @@ def test_substitution_is_simultaneous() -> None:
     assert substitute(P0 + 2 * P1, {P0: P1, P1: P0}) == P1 + 2 * P0
 
 
-def test_a_merged_loop_comes_apart_where_its_inner_size_divides() -> None:
+def test_an_index_over_merged_loops_is_split_where_the_inner_size_divides() -> None:
     ranges = ranges_of((32 * 2048, 2048))
     flat = 2048 * P0 + P1
     assert simplify(ModularIndexing(flat, 1, 2048 * 2048), ranges) == 2048 * ModularIndexing(P0, 1, 2048) + P1
     assert simplify(FloorDiv(flat, 2048 * 2048), ranges) == FloorDiv(P0, 2048)
 
 
-def test_quotient_and_remainder_of_one_division_join_again() -> None:
+def test_quotient_and_remainder_of_one_division_recombine() -> None:
     ranges = ranges_of((64, 7))
     assert simplify(64 * FloorDiv(P0 * 7 + P1, 64) + ModularIndexing(P0 * 7 + P1, 1, 64), ranges) == 7 * P0 + P1
     assert simplify(8 * FloorDiv(P0, 24) + ModularIndexing(P0, 3, 8), ranges) == FloorDiv(P0, 3)

@@ -1,4 +1,4 @@
-"""Bodies as text: every line of the format, and equal text for equal bodies."""
+"""The text of loop bodies: every kind of line of the format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from overlapc.ir.indexing import loop_symbol
 from tests.ir.bodies import P, R, loops_of, put, x
 
 
-def test_a_softmax_reads_as_written() -> None:
+def test_the_text_of_a_softmax_has_loops_values_and_stores() -> None:
     element = x("a", 8 * P[0] + R[0])
     exponential = op("exp", op("sub", element, Reduce("max", element, torch.float32)))
     total = Reduce("sum", exponential, torch.float32)
@@ -31,7 +31,7 @@ def test_a_softmax_reads_as_written() -> None:
     ]
 
 
-def test_masks_indirect_loads_casts_and_atomics() -> None:
+def test_the_text_has_masks_indirect_loads_casts_and_atomic_stores() -> None:
     where = loop_symbol("i", 0)
     row = Load("rows", P[0], torch.int64)
     mask = op("lt", Index(P[0]), Constant(3, torch.int64))

@@ -1,4 +1,4 @@
-"""What makes two kernels of one kind."""
+"""Which kernels have the same template, so that they can share a launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_buffers_and_the_one_size_are_abstracted() -> None:
     assert large.buffers == ("b", "scale", "z")
 
 
-def test_one_reduction_loop_counts_too() -> None:
+def test_the_size_of_a_single_reduction_loop_is_abstracted() -> None:
     def norm(elements: int) -> Body:
         value = Reduce("sum", x("a", R[0]), torch.float32)
         return Body((), loops_of("r", (elements,)), (put("y", 0, value),))
@@ -31,7 +31,7 @@ def test_one_reduction_loop_counts_too() -> None:
     assert template_of(norm(3)).body == template_of(norm(30)).body
 
 
-def test_sizes_of_several_loops_are_part_of_the_kind() -> None:
+def test_sizes_of_several_loops_are_part_of_the_template() -> None:
     def transposed(rows: int) -> Body:
         return Body(loops_of("p", (rows, 4)), (), (put("y", 4 * P[0] + P[1], x("a", rows * P[1] + P[0])),))
 
@@ -39,7 +39,7 @@ def test_sizes_of_several_loops_are_part_of_the_kind() -> None:
     assert template_of(transposed(3)).size is None
 
 
-def test_a_symbolic_size_stays() -> None:
+def test_a_symbolic_size_is_not_abstracted() -> None:
     size = sympy.Symbol("s0", integer=True, positive=True)
     body = scaled("y", "a", 8)
     symbolic = Body((type(body.loops[0])(P[0], size),), (), body.stores)
@@ -47,7 +47,7 @@ def test_a_symbolic_size_stays() -> None:
     assert template_of(symbolic).body.size_symbols() == [size]
 
 
-def test_dtypes_and_a_buffer_read_twice_are_part_of_the_kind() -> None:
+def test_dtypes_and_a_buffer_read_twice_are_part_of_the_template() -> None:
     low = Body(loops_of("p", (8,)), (), (Store("y", P[0], x("a", P[0]), torch.bfloat16),))
     plain = Body(loops_of("p", (8,)), (), (put("y", P[0], x("a", P[0])),))
     assert template_of(low).body != template_of(plain).body
