@@ -7,8 +7,11 @@ It imports only what a warm start needs: the compiler is ten times as large as t
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +20,16 @@ from torch._dynamo.exc import ShortenTraceback
 from torch.fx import GraphModule
 
 from overlapc.config import Config
-from overlapc.errors import OverlapcError
+from overlapc.errors import ConfigError, OverlapcError
 from overlapc.fx.addcdiv import restore_addcdiv
 from overlapc.fx.versions import compiled_autograd, copied_capture, runs_under_ddp, runs_under_fsdp2
 from overlapc.report.captures import CAPTURES
+from overlapc.runtime import triton_workers
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
 from overlapc.runtime.counters import count
 from overlapc.runtime.input_offsets import InputPlaces, always_eagerly, eagerly_elsewhere
+from overlapc.runtime.native_launcher import host_launcher_type
 from overlapc.runtime.steps import watch_optimizers
-from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
 from overlapc.warm.loading import Agree, environment_of, load_step, next_number, uses_disk_cache
 
@@ -104,11 +108,27 @@ def _step(
     cached = load_step(key, config, number, agree)
     if cached is not None:
         return cached
-    if "cuda" in devices:
-        get_ready(config.cache_dir)  # while this process imports the compiler and traces
+    _build_ahead(config.cache_dir, devices)
     from overlapc.compilation import stages
 
     return stages.compile_step(gm, example_inputs, config, number, key)
+
+
+def _build_ahead(cache_dir: Path, devices: Collection[str]) -> None:
+    """Start compile workers, and build what is built once per machine, while this process imports and traces.
+
+    The process does not end before the thread does, so that no build is left unfinished in the cache.
+    """
+    from overlapc.estimators.simulator.native import library_in
+
+    def run() -> None:
+        if "cuda" in devices:
+            triton_workers.start()
+        with suppress(ConfigError):  # raised again where the libraries are used
+            library_in(cache_dir)
+            host_launcher_type(cache_dir)
+
+    threading.Thread(target=run, name="overlapc-build-ahead").start()
 
 
 def plan_only(

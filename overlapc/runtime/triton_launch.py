@@ -6,7 +6,6 @@ the launcher that is built into torch. Without a GPU the same modules run in Tri
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 
 from overlapc.errors import ToolchainError
-from overlapc.runtime import triton_workers
 from overlapc.runtime.counters import count
 from overlapc.runtime.native_launcher import launcher_type
 from overlapc.runtime.support import empty_cuda
@@ -35,16 +33,6 @@ from overlapc.runtime.triton_kernel import Source, Variant, host_function, launc
 Run = Callable[[int, int, Sequence[int]], None]  # programs, stream, arguments
 
 _WARP = 32  # threads per warp
-
-
-def get_ready(cache_dir: Path) -> None:
-    """Start compile workers and build the launcher in C, in another thread."""
-
-    def run() -> None:
-        triton_workers.start()
-        launcher_type(cache_dir)
-
-    threading.Thread(target=run, name="overlapc-get-ready", daemon=True).start()
 
 
 def load_kernels(sources: Sequence[Source], cache_dir: Path) -> Mapping[str, Callable[..., None]]:
