@@ -1,7 +1,7 @@
 """Random programs over tensors, and their lowered graphs.
 
-A program is a list of steps that hypothesis can shrink. All numbers stay small multiples of powers of two, so every
-sum is exact in fp32 and results can be compared bit by bit, whatever is fused with what.
+A program is a list of steps that hypothesis can shrink. All numbers stay small multiples of powers of two, so that
+every sum is exact in fp32 and results can be compared bit by bit, however the program is fused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = tuple[str, int, int, int]
 
 
 def capture(function: Callable[..., Any], *inputs: Any) -> LoweredGraph:
-    """The loop IR of `function`, mutations made explicit; all devices can generate."""
+    """Return the loop IR of `function`, functionalized, with generated kernels on every device."""
 
     def run(*arguments: Any) -> list[Any]:
         result = function(*arguments)
@@ -36,7 +36,7 @@ def capture(function: Callable[..., Any], *inputs: Any) -> LoweredGraph:
 
 
 def inputs() -> list[Tensor]:
-    """Fresh arguments of every program: three dtypes, one tensor transposed in memory."""
+    """Return new arguments for a program: tensors of three dtypes, one of them transposed in memory."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
@@ -46,17 +46,17 @@ def inputs() -> list[Tensor]:
 
 
 def small(x: Tensor) -> Tensor:
-    """Numbers kept where sums of them are exact."""
+    """Clamp numbers to a range in which their sums are exact."""
     return x.clamp(-8, 8)
 
 
 def number(x: Tensor) -> Tensor:
-    """The tensor as fp32."""
+    """Return the tensor as fp32."""
     return x.float() if x.dtype != torch.float32 else x
 
 
 def fitting(x: Tensor, pool: Sequence[Tensor], at: int) -> Tensor:
-    """A tensor of the pool that broadcasts with `x` into the shape of `x`; at worst `x` itself."""
+    """Return a tensor of the pool that broadcasts to the shape of `x`, or `x` itself if there is none."""
     for shift in range(len(pool)):
         other = pool[(at + shift) % len(pool)]
         if other.ndim <= x.ndim and all(
@@ -87,7 +87,7 @@ def _rows(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
 
 
 def _places(x: Tensor, dim: int, factor: int) -> Tensor:
-    """An index within `dim` for every element of `x`; elements share some, and leave others out."""
+    """Return for every element of `x` an index into `dim`; some indices occur more than once, others never."""
     return torch.arange(x.numel()).reshape(x.shape) * factor % x.shape[dim]
 
 
@@ -165,13 +165,13 @@ STEPS: dict[str, Callable[[Tensor, int, Sequence[Tensor], int], Tensor]] = {
 
 
 def steps(least: int = 5, most: int = 40) -> st.SearchStrategy[list[Step]]:
-    """Programs of so many steps."""
+    """Draw programs of `least` to `most` steps."""
     one = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 50), st.integers(0, 7), st.integers(0, 50))
     return st.lists(one, min_size=least, max_size=most)
 
 
 def program(recipe: Sequence[Step]) -> Callable[..., list[Tensor]]:
-    """The function that a list of steps stands for; returns the last results."""
+    """Return the function that runs a list of steps and returns its last four results."""
 
     def run(*arguments: Tensor) -> list[Tensor]:
         pool = list(arguments)

@@ -1,4 +1,4 @@
-"""Small graphs of ops, written by hand."""
+"""Builders of small graphs of ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ELEMENTS = 8
 
 
 def view(name: str, *size: Any, dtype: torch.dtype = torch.float32) -> View:
-    """A contiguous tensor; 8 elements unless sizes are given."""
+    """Return a contiguous view of a whole buffer, of 8 elements unless sizes are given."""
     extents = [sympy.sympify(extent) for extent in size] or [sympy.Integer(ELEMENTS)]
     stride, step = [], sympy.S.One
     for extent in reversed(extents):
@@ -28,29 +28,29 @@ def view(name: str, *size: Any, dtype: torch.dtype = torch.float32) -> View:
 
 
 def kernel(name: str, body: Body, *outputs: View, device: torch.device = CPU) -> Loops:
-    """A generated kernel; its outputs are what it stores, 8 elements each, unless given."""
+    """Return a generated kernel; its default outputs are the buffers that it stores, with 8 elements each."""
     return Loops(name, device, body, outputs or tuple(view(store.buffer) for store in body.stores))
 
 
 def pointwise(out: str, *reads: str, elements: int = ELEMENTS) -> Loops:
-    """`out[p0]` from the same element of each buffer read."""
+    """Return a kernel that computes `out[p0]` from element p0 of every buffer in `reads`."""
     from overlapc.ir.body import Value
 
     loops = loops_of("p", (elements,))
     value: Value = x(reads[0], loops[0].symbol)
     for name in reads[1:]:
         value = op("add", value, x(name, loops[0].symbol))
-    value = op("exp", value)  # dear: not computed again in several readers
+    value = op("exp", value)  # expensive, so that fusion does not compute it again in several readers
     return kernel(out, Body(loops, (), (put(out, loops[0].symbol, value),)), view(out, elements))
 
 
 def extern(out: str, *reads: str, target: Any = torch.ops.aten.sin.default, **options: Any) -> Extern:
-    """A library call."""
+    """Return a library call."""
     return Extern(out, target, tuple(view(name) for name in reads), {}, view(out), **options)
 
 
 def overwrite(name: str, root: str, *reads: str) -> Extern:
-    """A call that overwrites `root`; its new content is called `<root>__<name>`."""
+    """Return a call that overwrites `root`, whose new content is named `<root>__<name>`."""
     new = view(f"{root}__{name}")
     return Extern(
         name,
@@ -64,7 +64,10 @@ def overwrite(name: str, root: str, *reads: str) -> Extern:
 
 
 def change(name: str, root: str, *reads: str, shift: int = 0) -> Loops:
-    """A kernel that overwrites `root` in place from each buffer read, element `p0 + shift` of them for element p0."""
+    """Return a kernel that overwrites element p0 of `root` with the sum over `reads` of their elements `p0 + shift`.
+
+    The first of them goes through `exp`.
+    """
     loops = loops_of("p", (ELEMENTS - shift,))
     value = op("exp", x(reads[0], loops[0].symbol + shift))
     for each in reads[1:]:
@@ -74,22 +77,22 @@ def change(name: str, root: str, *reads: str, shift: int = 0) -> Loops:
 
 
 def comm(group: str = "dp") -> Comm:
-    """An all-gather of a few bytes."""
+    """Return the description of an all-gather of 64 bytes on two ranks."""
     return Comm("all_gather", 64, group, 2)
 
 
 def start(name: str, *reads: str, group: str = "dp") -> Start:
-    """Puts a gather of the buffers in flight."""
+    """Return the start of an all-gather of the buffers."""
     return Start(name, extern(name, *reads, pure=False), comm(group))
 
 
 def wait(name: str, source: str) -> Wait:
-    """Waits for the result of a start."""
+    """Return the wait for the result of a start."""
     return Wait(name, view(source), view(name))
 
 
 def barrier(name: str, *reads: str) -> Extern:
-    """Communication that waits for itself."""
+    """Return blocking communication, which is a barrier for other communication."""
     return extern(name, *reads, pure=False, comm=comm())
 
 
@@ -100,7 +103,7 @@ def graph(
     sources: Mapping[str, str] | None = None,
     views: Sequence[View] = (),
 ) -> LoweredGraph:
-    """The ops with what surrounds them; outputs are names, or leaves as they are."""
+    """Return a lowered graph of the ops; an output is the name of a buffer or a leaf."""
     found = {name: view(name) for name in inputs}
     aliases: dict[str, str] = {}
     for each_op in ops:
@@ -118,7 +121,7 @@ def graph(
 
 
 def names(ops: Sequence[IROp]) -> list[str]:
-    """Names of ops in order."""
+    """Return the names of the ops in order."""
     return [op.name for op in ops]
 
 

@@ -1,4 +1,4 @@
-"""Which kernels share a launch, and which do not."""
+"""Which kernels share a launch (foreach kernels)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ir.bodies import P, loops_of, put, x
 
 
 def launches(made: LoweredGraph) -> tuple[list[list[str]], FusionReport]:
-    """Names in each launch, in order."""
+    """Return the names of the kernels in each launch, in order, and the report."""
     ops, report = fuse(made.ops, made, combos=True)
     return [[part.name for part in op.parts] if isinstance(op, Combo) else [op.name] for op in ops], report
 
@@ -31,7 +31,7 @@ def test_kernels_of_one_kind_share_a_launch() -> None:
     assert "one launch x + y" in str(report)
 
 
-def test_a_launch_moves_what_its_parts_move() -> None:
+def test_a_launch_reads_and_writes_the_bytes_of_all_its_parts() -> None:
     ops: Sequence[IROp] = [pointwise("x", "a"), pointwise("y", "b")]
     made = graph(ops, ["x", "y"])
     (both,), _ = fuse(made.ops, made, combos=True)
@@ -40,12 +40,12 @@ def test_a_launch_moves_what_its_parts_move() -> None:
     assert work_of(both, made).write_bytes == sum(work.write_bytes for work in alone)
 
 
-def test_other_kinds_have_launches_of_their_own() -> None:
+def test_kernels_of_different_kinds_do_not_share_a_launch() -> None:
     other = kernel("y", Body(loops_of("p", (8,)), (), (put("y", P[0], op("neg", x("b", P[0]))),)))
     assert launches(graph([pointwise("x", "a"), other, pointwise("z", "c")], ["x", "y", "z"]))[0] == [["y"], ["x", "z"]]
 
 
-def test_what_needs_another_is_in_a_later_launch() -> None:
+def test_a_kernel_that_depends_on_another_is_in_a_later_launch() -> None:
     # Each chain is cut by a call, so that nothing fuses.
     ops: list[IROp] = []
     for name in "ab":
@@ -82,7 +82,7 @@ def test_nothing_is_combined_across_communication() -> None:
     assert launches(graph(ops, ["x", "y", "w"]))[0] == [["x"], ["s"], ["y"], ["w"]]
 
 
-def test_a_launch_has_a_limit_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffers_of_a_launch_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overlapc.fusion.combo.MOST_POINTERS", 4)
     inputs = [f"a{at}" for at in range(5)]
     ops = [pointwise(f"x{at}", name) for at, name in enumerate(inputs)]
@@ -90,7 +90,7 @@ def test_a_launch_has_a_limit_of_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launches(made)[0] == [["x0", "x1"], ["x2", "x3"], ["x4"]]
 
 
-def test_kernels_with_checks_launch_alone() -> None:
+def test_kernels_with_checks_do_not_share_a_launch() -> None:
     def checked(out: str, read: str) -> IROp:
         value = Checked(x(read, P[0]), op("lt", x(read, P[0]), Constant(9.0, torch.float32)), "too large")
         return kernel(out, Body(loops_of("p", (8,)), (), (put(out, P[0], value),)), view(out))
@@ -98,12 +98,12 @@ def test_kernels_with_checks_launch_alone() -> None:
     assert launches(graph([checked("x", "a"), checked("y", "b")], ["x", "y"]))[0] == [["x"], ["y"]]
 
 
-def test_attempts_are_linear_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlapc.fusion.combo.MOST_POINTERS", 2)  # none combine: each opens a launch
+def test_the_number_of_attempts_is_linear_in_the_number_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlapc.fusion.combo.MOST_POINTERS", 2)  # no two kernels fit into a launch
     tried: list[int] = []
     monkeypatch.setattr(
         "overlapc.fusion.combo._try_combine",
-        lambda groups, report, one, other: bool(tried.append(other)),  # never
+        lambda groups, report, one, other: bool(tried.append(other)),  # always False
     )
     inputs = [f"a{at}" for at in range(50)]
     ops = [pointwise(f"x{at}", name) for at, name in enumerate(inputs)]
@@ -111,7 +111,7 @@ def test_attempts_are_linear_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(tried) <= combo.MOST_OPEN * len(ops)
 
 
-def test_kernels_of_one_kind_are_told_by_what_one_function_can_do() -> None:
+def test_kernels_are_of_one_kind_if_one_function_can_run_them() -> None:
     small, large = pointwise("x", "a", elements=8), pointwise("y", "b", elements=100)
     assert combo.kind_of(small) == combo.kind_of(large) == combo.kind_of(Combo("xy", (small, large)))
     other = kernel("z", Body(loops_of("p", (8,)), (), (put("z", P[0], op("neg", x("b", P[0]))),)))
@@ -128,7 +128,7 @@ def test_a_launch_made_of_kernels_holds_all_their_parts() -> None:
     assert [part.name for part in launch.parts] == ["x", "y", "z", "w"]
 
 
-def test_what_takes_too_many_pointers_is_no_launch() -> None:
+def test_kernels_that_use_too_many_buffers_are_refused_as_one_launch() -> None:
     most = combo.MOST_POINTERS // 2
     ops = [pointwise(f"x{at}", f"a{at}") for at in range(most + 1)]
     assert isinstance(combo.one_launch(ops[:most]), Combo)

@@ -1,4 +1,4 @@
-"""Loops cut where conditions change mean the same, read each element once, and fuse with kernels over one part."""
+"""A loop cut where a condition changes computes the same, reads elements once, and fuses with kernels over one part."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def same(body: Body, other: Body, exact: bool = True) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(bodies())
-def test_the_same_result(body: Body) -> None:
+def test_a_cut_body_computes_the_same(body: Body) -> None:
     same(body, cut(body), exact=not body.reduction)
 
 
@@ -55,7 +55,7 @@ def masked(buffer: str, index: sympy.Expr, mask: Value) -> Load:
 
 
 def joined(position: sympy.Symbol, border: int, row: sympy.Expr | int = 0) -> Value:
-    """What `cat` of two tensors lowers to."""
+    """Return the value that `cat` of two tensors lowers to."""
     low = below(position, border)
     high = op("ge", *low.args)
     return op("where", low, masked("a", row + position, low), masked("b", row + position - border, high))
@@ -85,8 +85,8 @@ def test_a_condition_on_a_row_of_heads_cuts_the_loop_of_heads() -> None:
     same(body, cut(body))
 
 
-def test_elements_that_take_turns_are_written_side_by_side() -> None:
-    """The gradient of `x[..., ::2]` and of `x[..., 1::2]`: an element is either one's, never both."""
+def test_alternating_elements_are_stored_by_one_iteration() -> None:
+    """The sum of the gradients of `x[..., ::2]` and `x[..., 1::2]`: every element belongs to exactly one of them."""
     first, second = op("eq", Index(P[1]), Index(sympy.S.Zero)), op("eq", Index(P[1]), Index(sympy.S.One))
     parts = [masked(name, P[0], mask) for name, mask in (("a", first), ("b", second))]
     body = Body(loops_of("p", (WIDTH, 2)), (), (put("y", 2 * P[0] + P[1], op("add", *parts)),))
@@ -97,7 +97,7 @@ def test_elements_that_take_turns_are_written_side_by_side() -> None:
     same(body, other)
 
 
-def test_a_reduction_takes_an_element_of_each_part() -> None:
+def test_an_iteration_of_a_cut_reduction_reads_one_element_of_each_part() -> None:
     at = WIDTH * P[0] + R[0]
     low = below(R[0], HALF)
     turned = op("where", low, op("neg", masked("a", at + HALF, low)), masked("a", at - HALF, op("ge", *low.args)))
@@ -108,11 +108,11 @@ def test_a_reduction_takes_an_element_of_each_part() -> None:
     other = cut(body)
     assert other.reduction_numel() == HALF
     assert [store.buffer for store in other.stores] == ["s", "y", "y"]
-    assert len(other.loads()) == 2  # was 3: a row, and its halves once more
+    assert len(other.loads()) == 2  # of 3 before: the row, and each of its halves again
     same(body, other, exact=False)
 
 
-def test_what_must_stay_whole() -> None:
+def test_uneven_short_many_symbolic_and_order_dependent_parts_are_not_cut() -> None:
     size = sympy.Symbol("s0", integer=True, positive=True)
     between = op("lt", Index(P[0]), Index(P[1]))
     position = Reduce("argmax", joined(R[0], HALF, WIDTH * P[0]), torch.int64)
@@ -128,7 +128,7 @@ def test_what_must_stay_whole() -> None:
 
 
 def packed(product: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Backward of an activation gated by the other half of its product."""
+    """Return the gradient of a gated activation whose gate and value are halves of one product."""
     gate, up = product.chunk(2, -1)
     sigmoid = torch.sigmoid(gate)
     halves = (gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * gate * sigmoid)
@@ -136,7 +136,7 @@ def packed(product: Tensor, gradient: Tensor) -> list[Tensor]:
 
 
 def turned(query: Tensor, sine: Tensor) -> list[Tensor]:
-    """Backward of a rotary embedding whose halves are slices."""
+    """Return the gradient of a rotary embedding that swaps the halves of its input by slices."""
     product = query * sine
     half = product.shape[-1] // 2
     first, second = product[..., half:], -product[..., :half]
@@ -148,7 +148,7 @@ def turned(query: Tensor, sine: Tensor) -> list[Tensor]:
     ("function", "shapes", "elements"),
     [(packed, ((6, WIDTH), (6, HALF)), 6 * (2 * WIDTH + HALF)), (turned, ((6, WIDTH), (6, WIDTH)), 6 * 3 * WIDTH)],
 )
-def test_a_graph_is_one_kernel_that_moves_each_element_once(
+def test_a_graph_with_joined_halves_is_one_kernel_that_moves_every_element_once(
     function: Callable[..., list[Tensor]], shapes: tuple[tuple[int, int], ...], elements: int
 ) -> None:
     inputs = [torch.randn(shape) for shape in shapes]
@@ -167,4 +167,4 @@ def test_a_rotary_embedding_loads_whole_vectors_once(tmp_path: Path) -> None:
     assert loads
     assert all(".v4." in load for load in loads)
     reads = [load for load in body.loads() if load.buffer == "x"]
-    assert len(reads) == 2  # for two elements
+    assert len(reads) == 2  # one for each of the two elements of an iteration

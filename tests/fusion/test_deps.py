@@ -1,4 +1,4 @@
-"""Who must come before whom; each test fails when its rule is removed."""
+"""Which ops must run before which; every test fails if its rule is removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def before(made: LoweredGraph) -> dict[str, set[str]]:
     return {op.name: {made.ops[n].name for n in found.before[at]} for at, op in enumerate(made.ops)}
 
 
-def test_a_reader_needs_the_writer() -> None:
+def test_a_reader_comes_after_the_writer() -> None:
     made = graph([pointwise("x", "a"), extern("y", "x"), pointwise("z", "y", "b")], ["z"])
     assert before(made) == {"x": set(), "y": {"x"}, "z": {"y"}}
 
@@ -31,19 +31,19 @@ def test_an_overwrite_waits_for_readers_through_every_alias() -> None:
     assert before(made)["add"] == {"ag", "w", "x"}
 
 
-def test_each_overwrite_comes_after_the_one_before() -> None:
+def test_overwrites_of_one_buffer_keep_their_order() -> None:
     ops: list[IROp] = [overwrite("one", "a", "b"), overwrite("two", "a", "c")]
     made = graph(ops, ["a"])
     assert before(made)["two"] == {"one"}
 
 
-def test_what_a_start_reads_is_in_use_until_its_wait() -> None:
+def test_an_input_of_a_start_is_overwritten_only_after_its_wait() -> None:
     ops: list[IROp] = [start("ag", "a"), wait("w", "ag"), overwrite("add", "a", "b")]
     made = graph(ops, ["w"])
     assert before(made)["add"] == {"ag", "w"}
 
 
-def test_a_size_known_at_run_time_is_needed_by_what_uses_it() -> None:
+def test_an_op_comes_after_the_op_that_computes_its_size() -> None:
     size = sympy.Symbol("u0", integer=True, positive=True)
     brings = Extern("nz", len, (view("a"),), {}, Handle("nz", size))
     loops = loops_of("p", (1,))
@@ -67,13 +67,13 @@ def _body_over(size: sympy.Expr):
     return Body((loop,), (), (put("x" if size.is_Symbol else "y", loop.symbol, x("a", loop.symbol)),))
 
 
-def test_starts_of_one_group_keep_their_order_and_other_groups_do_not_care() -> None:
+def test_starts_of_one_group_keep_their_order_and_groups_are_independent() -> None:
     ops: list[IROp] = [start("s0", "a"), start("s1", "b", group="tp"), start("s2", "c")]
     made = graph(ops, [])
     assert before(made) == {"s0": set(), "s1": set(), "s2": {"s0"}}
 
 
-def test_no_communication_passes_one_that_waits_for_itself() -> None:
+def test_no_communication_is_reordered_with_blocking_communication() -> None:
     ops: list[IROp] = [start("s", "a", group="tp"), barrier("all", "b"), wait("w", "s"), barrier("more", "c")]
     made = graph(ops, ["w", "all", "more"])
     found = before(made)
@@ -89,12 +89,12 @@ def test_calls_with_effects_keep_their_order() -> None:
     assert [has_effect(op) for op in ops] == [True, False, True]
 
 
-def test_dead_ops_go_to_a_fixed_point() -> None:
+def test_ops_read_only_by_dead_ops_are_dead() -> None:
     made = graph([pointwise("x", "a"), pointwise("y", "x"), pointwise("z", "a")], ["z"])
     assert names(without_dead_ops(made)) == ["z"]
 
 
-def test_effects_are_never_dead_nor_is_what_they_need() -> None:
+def test_ops_with_effects_and_their_inputs_are_not_dead() -> None:
     ops: list[IROp] = [
         pointwise("x", "a"),
         extern("check", "x", pure=False),
@@ -107,7 +107,7 @@ def test_effects_are_never_dead_nor_is_what_they_need() -> None:
     assert names(without_dead_ops(graph(ops, []))) == ["x", "check", "y", "add", "s", "w"]
 
 
-def test_a_size_that_the_graph_returns_keeps_what_brings_it() -> None:
+def test_the_op_that_computes_a_returned_size_is_not_dead() -> None:
     size = sympy.Symbol("u0", integer=True, positive=True)
     brings = Extern("nz", len, (view("a"),), {}, Handle("nz", size))
     made = graph([brings, pointwise("x", "a")], [size * 2], sources={"u0": "nz"})

@@ -1,4 +1,4 @@
-"""What fuses, in which order, and why not; each rule has a test that fails without it."""
+"""What fuses, in which order, and why other pairs do not; every rule has a test that fails without it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fused(made: LoweredGraph) -> tuple[list[str], FusionReport]:
 # --- what fuses
 
 
-def test_a_reader_fuses_with_its_producer_and_the_buffer_between_is_gone() -> None:
+def test_a_reader_fuses_with_its_producer_and_the_intermediate_buffer_is_removed() -> None:
     ops, report = fuse(*_twice(graph([pointwise("x", "a"), pointwise("y", "x")], ["y"])))
     (only,) = ops
     assert isinstance(only, Loops)
@@ -59,7 +59,7 @@ def _twice(made: LoweredGraph) -> tuple[list[IROp], LoweredGraph]:
     return made.ops, made
 
 
-def test_a_buffer_that_others_read_is_still_written() -> None:
+def test_a_buffer_that_an_unfused_op_reads_is_still_stored() -> None:
     made = graph([pointwise("x", "a"), pointwise("y", "x"), extern("z", "x")], ["y", "z"])
     ops, _ = fuse(made.ops, made)
     assert names(ops) == ["y", "z"]
@@ -71,7 +71,7 @@ def test_readers_of_one_buffer_fuse() -> None:
     assert fused(graph([pointwise("x", "a"), pointwise("y", "a")], ["x", "y"]))[0] == ["y"]
 
 
-def test_kernels_alike_that_share_a_scalar_are_left_for_one_launch() -> None:
+def test_equal_kernels_that_share_only_a_scalar_are_left_for_one_launch() -> None:
     def scaled(out: str, read: str) -> Loops:
         value = op("mul", x(read, P[0]), x("scalar", 0))
         return kernel(out, Body(loops_of("p", (1000,)), (), (put(out, P[0], value),)), view(out, 1000))
@@ -83,19 +83,19 @@ def test_kernels_alike_that_share_a_scalar_are_left_for_one_launch() -> None:
     assert "one launch may run both" in report.refused["x", "y"]
 
 
-def test_kernels_that_share_nothing_stay_apart() -> None:
+def test_kernels_that_share_no_buffer_do_not_fuse() -> None:
     assert fused(graph([pointwise("x", "a"), pointwise("y", "b")], ["x", "y"]))[0] == ["x", "y"]
 
 
-def test_most_bytes_are_saved_first() -> None:
-    # w may join x, which is nearer, or y, not both: m stands between x and y.
+def test_the_fusion_that_saves_most_bytes_comes_first() -> None:
+    # w can fuse with x, which is nearer, or with y, but not with both, because m must run between x and y.
     ops: list[IROp] = [pointwise("x", "a"), pointwise("w", "a", "b"), extern("m", "x"), pointwise("y", "b", "c", "m")]
     assert fused(graph(ops, ["x", "w", "y"]))[1].fused == [("x", "w", 32)]
     ops[1] = pointwise("w", "a", "b", "c")
     assert fused(graph(ops, ["x", "w", "y"]))[1].fused == [("w", "y", 64)]
 
 
-def test_of_equal_savings_the_nearest_fuse_first() -> None:
+def test_the_nearest_of_equal_fusions_comes_first() -> None:
     ops = [pointwise("x", "a"), pointwise("y", "b"), pointwise("z", "a", "b")]
     assert fused(graph(ops, ["x", "y", "z"]))[1].fused == [("y", "z", 32), ("x", "z", 32)]
 
@@ -104,19 +104,19 @@ def test_of_equal_savings_the_nearest_fuse_first() -> None:
 
 
 def row_sum(out: str, read: str) -> Loops:
-    """The sum of all elements of a buffer."""
+    """Return a kernel that sums all elements of a buffer."""
     (loop,) = loops_of("r", (8,))
     total = Reduce("sum", x(read, loop.symbol), torch.float32)
     return kernel(out, Body((), (loop,), (put(out, 0, total),)), view(out, 1))
 
 
 def test_kernels_of_one_kind_fuse_before_others() -> None:
-    """The element-wise ones first, though what feeds the sum is of the same size and stands nearer to it."""
+    """The two element-wise kernels fuse first, although the sum saves as many bytes and is nearer to its input."""
     _, report = fused(graph([pointwise("p", "a"), row_sum("s", "p"), pointwise("q", "a")], ["p", "s", "q"]))
     assert report.fused[0][:2] == ("p", "q")
 
 
-def test_another_op_in_between() -> None:
+def test_kernels_do_not_fuse_across_an_op_that_must_run_between_them() -> None:
     ops = [pointwise("x", "a"), extern("mm", "x"), pointwise("y", "a", "mm")]
     order, report = fused(graph(ops, ["x", "y"]))
     assert order == ["x", "mm", "y"]
@@ -124,13 +124,13 @@ def test_another_op_in_between() -> None:
     assert "apart x | y: mm must run between them" in str(report)
 
 
-def test_other_devices() -> None:
+def test_kernels_of_different_devices_do_not_fuse() -> None:
     first = pointwise("x", "a")
     other = dataclasses.replace(pointwise("y", "a"), device=CUDA)
     assert fused(graph([first, other], ["x", "y"]))[1].refused["x", "y"] == "they run on different devices"
 
 
-def test_too_many_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffers_of_a_fused_kernel_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     made = graph([pointwise("x", "a", "b"), pointwise("y", "b", "c")], ["x", "y"])
     monkeypatch.setattr(legality, "MOST_BUFFERS", 4)
     assert fused(made)[1].refused["x", "y"] == "together they use more than 4 buffers"
@@ -138,7 +138,7 @@ def test_too_many_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused(made)[0] == ["y"]
 
 
-def test_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_values_of_a_fused_kernel_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     made = graph([pointwise("x", "a"), pointwise("y", "a", "b")], ["x", "y"])
     monkeypatch.setattr(legality, "LARGEST_KERNEL", 4)
     assert fused(made)[1].refused["x", "y"] == "together they compute more than 4 values"
@@ -146,7 +146,7 @@ def test_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused(made)[0] == ["y"]
 
 
-def test_readers_far_apart_are_not_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_that_are_far_apart_do_not_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     made = graph([pointwise("x", "a"), extern("m", "b"), extern("n", "c"), pointwise("y", "a")], ["x", "m", "n", "y"])
     monkeypatch.setattr(fusing, "FARTHEST", 2)
     assert fused(made)[0] == ["x", "m", "n", "y"]
@@ -154,18 +154,18 @@ def test_readers_far_apart_are_not_paired(monkeypatch: pytest.MonkeyPatch) -> No
     assert fused(made)[0] == ["m", "n", "y"]
 
 
-def test_pairs_stay_linear_in_the_readers_of_one_buffer() -> None:
+def test_the_number_of_candidates_is_linear_in_the_readers_of_one_buffer() -> None:
     made = graph([pointwise(f"x{at}", "a") for at in range(200)], [f"x{at}" for at in range(200)])
     assert len(list(Fuser(made.ops, made).candidates())) <= 200 * fusing.NEIGHBOURS
 
 
-def test_a_few_bytes_past_the_peak_do_not_matter() -> None:
+def test_a_fusion_may_keep_a_few_bytes_live_past_the_peak() -> None:
     ops = [pointwise("x", "saved", "b"), extern("peak", "b"), extern("end", "peak"), pointwise("y", "b", "end")]
     made = graph(ops, ["x", "y"], ["saved", "b"])
     assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["peak", "end", "y"]
 
 
-def test_memory_is_not_held_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fusion_that_would_exceed_peak_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "SLACK_BYTES", 0)
 
     def turned(name: str, other: str, at: sympy.Expr) -> Loops:
@@ -173,7 +173,7 @@ def test_memory_is_not_held_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> No
         return kernel(name, Body(loops_of("p", (ELEMENTS,)), (), (put(name, P[0], value),)))
 
     def held(at: sympy.Expr) -> LoweredGraph:
-        # x frees a saved tensor; y, which could take x along, comes after the peak at `peak`.
+        # x frees a saved tensor; y, with which x could fuse, comes after the memory peak at `peak`.
         ops = [turned("x", "saved", at), extern("peak", "b"), extern("end", "peak"), turned("y", "end", at)]
         return graph(ops, ["x", "y"], inputs=("b", "saved"))
 
@@ -181,21 +181,21 @@ def test_memory_is_not_held_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> No
     ops, report = fuse(made.ops, made, freeable={"saved"})
     assert names(ops) == ["x", "peak", "end", "y"]
     assert report.refused["x", "y"] == "it would keep 32 more bytes live and exceed peak memory"
-    assert names(fuse(made.ops, made)[0]) == ["peak", "end", "y"]  # the caller holds it anyway
+    assert names(fuse(made.ops, made)[0]) == ["peak", "end", "y"]  # not freeable: the caller holds `saved` anyway
     made = held(P[0])
-    assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["peak", "end", "y"]  # y is written over `end`
+    assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["peak", "end", "y"]  # y reuses the memory of `end`
 
 
-def test_a_reader_moved_up_to_its_producer_holds_only_what_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_fuses_at_its_producers_position_if_that_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "SLACK_BYTES", 0)
-    # y needs x alone, but stands behind the peak: in its place x would keep `saved` until then.
+    # y reads only x but comes after the peak: if both ran at y's position, `saved` would live until then.
     ops = [pointwise("x", "saved", "b"), extern("peak", "x"), extern("end", "peak"), pointwise("y", "x")]
     made = graph([*ops, extern("later", "end")], ["x", "y", "later"], inputs=("b", "saved"))
     assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["y", "peak", "end", "later"]
 
 
-def test_what_becomes_local_pays_for_what_is_held() -> None:
-    # Joining x to y keeps `saved` alive past the peak, but x itself, of the same size, never lives.
+def test_an_intermediate_that_is_removed_offsets_an_input_that_lives_longer() -> None:
+    # Fusing x into y keeps `saved` live past the peak, but then x, of the same size, is never allocated.
     ops = [pointwise("x", "saved"), extern("peak", "b"), extern("end", "peak"), pointwise("y", "x", "end")]
     made = graph(ops, ["y"], inputs=("a", "b", "c", "saved"))
     assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["peak", "end", "y"]
@@ -205,7 +205,7 @@ def test_what_becomes_local_pays_for_what_is_held() -> None:
 
 
 @pytest.mark.parametrize("late_first", [True, False])
-def test_no_start_comes_behind_a_wait_that_it_did_not_need(late_first: bool) -> None:
+def test_no_start_becomes_dependent_on_a_wait(late_first: bool) -> None:
     late, early = pointwise("late", "b", "w"), pointwise("early", "b")
     pair = [late, early] if late_first else [early, late]
     ops: list[IROp] = [start("s0", "a"), wait("w", "s0"), *pair, start("s1", "early")]
@@ -215,8 +215,9 @@ def test_no_start_comes_behind_a_wait_that_it_did_not_need(late_first: bool) -> 
     assert reason == "one precedes a collective's start, the other follows a wait"
 
 
-def test_the_rule_sees_through_earlier_fusions() -> None:
-    # x joins y, which comes after the wait; then z, which reads x, comes after it too and may not join `early`.
+def test_earlier_fusions_count_for_dependences_of_starts_on_waits() -> None:
+    # x fuses with y, which comes after the wait. z needs x, so z comes after the wait, too, and must not fuse with
+    # `early`.
     ops: list[IROp] = [
         start("s0", "a"),
         wait("w", "s0"),
@@ -234,7 +235,7 @@ def test_the_rule_sees_through_earlier_fusions() -> None:
     assert "start" in fuser.report.refused["z", "early"]
 
 
-def test_kernels_on_one_side_of_a_wait_fuse() -> None:
+def test_kernels_on_the_same_side_of_a_wait_fuse() -> None:
     ops: list[IROp] = [start("s0", "a"), wait("w", "s0"), pointwise("x", "b", "w"), pointwise("y", "b", "w")]
     assert fused(graph(ops, ["x", "y"]))[0] == ["s0", "w", "y"]
 
@@ -244,9 +245,9 @@ kinds = ("kernel", "kernel", "kernel", "extern", "start", "wait", "barrier", "ef
 
 @st.composite
 def graphs(draw: st.DrawFn) -> LoweredGraph:
-    """Legal graphs of kernels, calls, collectives on two groups, barriers, effects and overwrites."""
+    """Draw legal graphs of kernels, calls, collectives on two groups, barriers, effects and overwrites."""
     ops: list[IROp] = []
-    latest = {name: name for name in "abc"}  # memory -> the name of its present content
+    latest = {name: name for name in "abc"}  # memory -> the name of its current content
     flying: list[str] = []
 
     def pick() -> str:
@@ -306,7 +307,7 @@ def test_the_result_keeps_every_dependence_and_no_start_gains_a_wait(made: Lower
 
 
 def _waits_of_starts(order, before, op_of):
-    """For each start, the names of the waits it comes after."""
+    """Return for every start the names of the waits that it comes after."""
     behind: dict[int, set[str]] = {}
     for at in order:
         behind[at] = set().union(*(behind[each] for each in before[at]))
@@ -318,7 +319,7 @@ def _waits_of_starts(order, before, op_of):
 # --- whole graphs
 
 
-def test_a_norm_is_one_kernel_forward_and_softmax_of_scaled_scores_too() -> None:
+def test_a_norm_and_a_scaled_softmax_are_one_kernel_each() -> None:
     def norm(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return a * (a.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
@@ -328,12 +329,12 @@ def test_a_norm_is_one_kernel_forward_and_softmax_of_scaled_scores_too() -> None
     assert len(fuse_ops(made)[0]) == 1
 
 
-def test_fusion_off_leaves_every_op() -> None:
+def test_disabled_fusion_leaves_every_op() -> None:
     made = capture(lambda a: (a + 1) * 2, torch.rand(4))
     assert len(fuse_ops(made, enabled=False)[0]) == 2
 
 
-def test_sizes_known_at_run_time_only_still_fuse() -> None:
+def test_kernels_with_symbolic_sizes_fuse() -> None:
     size = sympy.Symbol("s0", integer=True, positive=True)
     loops = (dataclasses.replace(loops_of("p", (1,))[0], size=size),)
     inner = loops_of("r", (4,))

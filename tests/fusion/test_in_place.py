@@ -1,4 +1,4 @@
-"""Kernels that change memory in place: what may fuse with them, and what may not."""
+"""Which kernels may fuse with a kernel that overwrites memory in place."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def reasons(made):
     return set(fuse_ops(made)[1].refused.values())
 
 
-def test_what_computes_the_new_content_stores_it():
+def test_the_kernel_that_computes_the_new_content_overwrites_the_buffer():
     made = graph([pointwise("y", "a", "b"), change("c", "a", "y")], ["a__c"])
     ops, _ = fuse_ops(made)
     assert names(ops) == ["c"]
     assert ops[0].mutates[0].buffer == "a__c"
 
 
-def test_a_change_of_an_input_is_never_dead_and_one_of_our_own_memory_may_be():
+def test_an_update_of_an_input_is_never_dead_but_one_of_an_intermediate_may_be():
     made = graph([pointwise("y", "b"), change("c", "a", "b"), change("d", "y", "b")], [])
     assert names(without_dead_ops(made)) == ["c"]
 
 
-def test_a_change_comes_after_the_readers_of_the_old_content_and_before_those_of_the_new():
+def test_an_update_comes_after_readers_of_the_old_and_before_readers_of_the_new_content():
     made = graph([pointwise("y", "a"), change("c", "a", "b"), pointwise("z", "a__c")], ["y", "z"])
     found = edges(made.ops, made)
     assert found.before == [set(), {0}, {1}]
@@ -43,7 +43,7 @@ def test_a_change_comes_after_the_readers_of_the_old_content_and_before_those_of
 
 @pytest.mark.parametrize("reader", ["y", "c"])
 def test_elements_that_others_still_read_are_not_overwritten(reader):
-    """y reads a[p0 + 1] (itself, or inlined): storing a[p0] in the same kernel would race with it."""
+    """y reads a[p0 + 1], itself or inlined into c: a kernel that also stores a[p0] would have a race."""
     shifted = dataclasses.replace(change("y", "y0", "a", shift=1), mutates=(), before=())
     body = dataclasses.replace(shifted.body, stores=(dataclasses.replace(shifted.body.stores[0], buffer="y"),))
     producer = Loops("y", shifted.device, body, pointwise("y", "a", elements=7).outputs)
@@ -59,7 +59,7 @@ def test_elements_that_others_still_read_are_not_overwritten(reader):
         assert reasons(made) <= {"a would be overwritten before all iterations have read their part of it"}
 
 
-def test_two_changes_of_one_buffer_stay_apart():
+def test_two_updates_of_one_buffer_do_not_fuse():
     made = graph([change("c", "a", "b"), dataclasses.replace(change("d", "a", "b"), before=("a__c",))], ["a__d"])
     made.aliases["a__d"] = "a__c"
     ops, report = fuse_ops(made)
@@ -67,7 +67,7 @@ def test_two_changes_of_one_buffer_stay_apart():
     assert set(report.refused.values()) == {"both write to the memory of a"}
 
 
-def test_a_scatter_stays_alone():
+def test_a_scatter_does_not_fuse():
     scatter = change("c", "a", "b")
     store = dataclasses.replace(scatter.body.stores[0], mode="add")
     scatter = dataclasses.replace(scatter, body=dataclasses.replace(scatter.body, stores=(store,)))
@@ -97,7 +97,7 @@ aten = torch.ops.aten
 PLACES = torch.tensor([5, 0, 3])
 
 
-def test_a_scatter_into_an_input_writes_only_what_it_changes():
+def test_a_scatter_into_an_input_writes_only_the_elements_that_it_changes():
     def append(cache, new):
         cache.index_copy_(0, PLACES, new)
         return cache.sum()
@@ -177,7 +177,7 @@ def test_changes_in_place_read_what_eager_reads(function):
     same(call, torch.randn(40, 40))
 
 
-def test_a_negated_input_keeps_its_meaning():
+def test_an_input_with_the_negative_bit_is_updated_as_in_eager():
     def call(x):
         x.add_(1)
         return x * 2

@@ -1,4 +1,4 @@
-"""Element-wise kernels in their readers: through any view, only where it moves no more bytes, never past a write."""
+"""Element-wise kernels are inlined into readers through any view if that moves no more bytes; never past a write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A = torch.arange(24.0).reshape(4, 6) - 7
 
 
 def kernels(function, *inputs: torch.Tensor) -> int:
-    """Number of kernels after inlining; the result is checked against eager."""
+    """Return the number of kernels after inlining; the result is compared with eager."""
     made = capture(function, *inputs)
     ops = inline(made.ops, made)
     got = run_ops(ops, made, [each.clone() for each in inputs])
@@ -39,11 +39,11 @@ def kernels(function, *inputs: torch.Tensor) -> int:
         lambda a: (a * 2).sum(),
     ],
 )
-def test_through_any_view(function) -> None:
+def test_a_kernel_is_inlined_through_any_view(function) -> None:
     assert kernels(function, A) == 1
 
 
-def test_halves_joined_the_other_way_round_read_two_places() -> None:
+def test_swapped_halves_are_one_kernel_without_divisions() -> None:
     def rotated(a: torch.Tensor) -> torch.Tensor:
         low, high = (a + 1).chunk(2, -1)
         return torch.cat((-high, low), -1) * 2
@@ -52,11 +52,11 @@ def test_halves_joined_the_other_way_round_read_two_places() -> None:
     made = capture(rotated, A)
     (only,) = inline(made.ops, made)
     assert isinstance(only, Loops)
-    assert "//" not in str(only.body)  # each half knows from its mask where it reads
+    assert "//" not in str(only.body)  # the mask of each half gives the range of its index
     assert "Modular" not in str(only.body)
 
 
-def test_a_mask_over_several_loops_says_where_each_of_them_is() -> None:
+def test_a_mask_over_several_loops_bounds_the_index_of_each_loop() -> None:
     def turned(gradient: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         low, high = (gradient * sine).chunk(2, -1)  # (tokens, heads, width): the backward of rotary embeddings
         return gradient + torch.cat((high, -low), -1)
@@ -70,30 +70,30 @@ def test_a_mask_over_several_loops_says_where_each_of_them_is() -> None:
     assert "Modular" not in str(only.body)
 
 
-def test_dear_values_are_not_computed_again_for_every_row() -> None:
+def test_expensive_values_are_not_recomputed_for_every_row() -> None:
     assert kernels(lambda a: a.exp().expand(3, 4, 6) + 0, A) == 2
     assert kernels(lambda a: (-a).expand(3, 4, 6) + 0, A) == 1
 
 
-def test_what_is_the_same_everywhere_is_computed_where_it_is_read() -> None:
-    """As in the gradient of a mean: once before the loops, or once a program."""
+def test_a_scalar_is_computed_in_the_kernel_that_reads_it() -> None:
+    """As in the gradient of a mean: the value is computed once before the loops, or once per Triton program."""
     assert kernels(lambda a, total, count: (total / count).expand(4, 6) * a, A, A[0, 0], A[0, 1]) == 1
     assert kernels(lambda a, total: torch.where(a[:, :1] > 0, total.exp(), 0.0).expand(4, 6) * a, A, A[1, 2]) == 1
 
 
-def test_a_few_bytes_are_rather_read_again_than_kept_by_another_launch() -> None:
+def test_a_small_tensor_is_read_again_instead_of_launching_another_kernel() -> None:
     def masked(targets: torch.Tensor) -> torch.Tensor:
-        kept = targets != -100  # eight bytes an element to read, one to keep
+        kept = targets != -100  # reading the input again takes 8 bytes per element, storing this mask 1
         return kept.sum() + torch.where(kept, targets, 0).sum() * torch.where(kept, 2 * targets, 1).amax()
 
     few, many = (torch.arange(size) % 7 for size in (64, 1 << 14))
     assert kernels(masked, many) == kernels(masked, few) + 1
 
 
-def test_what_is_joined_is_made_beside_the_kernel_that_reads_the_same() -> None:
+def test_a_part_of_a_concatenation_is_computed_by_the_kernel_that_reads_the_same_inputs() -> None:
     def gradients(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         total = (a * b * weight).sum(1, keepdim=True)
-        return torch.cat((b * weight - a * total, a[:, :64]), 1)  # as those of a norm behind a joint projection
+        return torch.cat((b * weight - a * total, a[:, :64]), 1)  # like the gradient of a norm after a joint projection
 
     inputs = [torch.linspace(-2, shift, 128 * 256).reshape(128, 256) for shift in (1, 2, 3)]
     made = capture(gradients, *inputs)
@@ -101,16 +101,16 @@ def test_what_is_joined_is_made_beside_the_kernel_that_reads_the_same() -> None:
     works = [work_of(op, made) for op in kernels_after]
     whole_bytes = inputs[0].nbytes
     assert len(kernels_after) == 2
-    # Three inputs, the gradient written and read, the joined tensor, a quarter of an input once more (counted whole).
+    # Three inputs, the gradient written and read, the concatenated tensor, a quarter of `a` again (counted as a whole).
     assert sum(work.read_bytes + work.write_bytes for work in works) <= 7.25 * whole_bytes
     torch.testing.assert_close(run_ops(kernels_after, made, inputs)[0], gradients(*inputs))
 
 
-def test_what_is_joined_is_made_in_place_where_no_other_kernel_reads_its_sources() -> None:
+def test_a_part_of_a_concatenation_is_inlined_if_no_other_kernel_reads_its_inputs() -> None:
     assert kernels(lambda a, b, c: torch.cat((a * b - c, a[:, :8]), 1), *(torch.ones(256, 256) for _ in range(3))) == 1
 
 
-def test_what_others_read_as_it_is_stays() -> None:
+def test_a_buffer_that_a_call_or_the_caller_reads_is_not_inlined() -> None:
     ops: list[IROp] = [pointwise("x", "a"), pointwise("y", "x"), extern("z", "x")]
     made = graph(ops, ["y", "z"])
     assert names(inline(made.ops, made)) == ["x", "y", "z"]
@@ -118,14 +118,14 @@ def test_what_others_read_as_it_is_stays() -> None:
     assert names(inline(made.ops, made)) == ["x", "y"]
 
 
-def test_dear_values_with_two_readers_stay() -> None:
+def test_expensive_values_with_two_readers_are_not_inlined() -> None:
     made = graph([pointwise("x", "a"), pointwise("y", "x"), pointwise("z", "x")], ["y", "z"])
     assert names(inline(made.ops, made)) == ["x", "y", "z"]
 
 
-def test_few_instructions_are_done_twice_rather_than_stored() -> None:
+def test_cheap_values_are_computed_twice_instead_of_stored() -> None:
     def sums(a: torch.Tensor) -> torch.Tensor:
-        wide = a.float() / 3  # 4 bytes for 2
+        wide = a.float() / 3  # 4 bytes per element, from 2
         return torch.cat((wide.sum(1), wide.sum(0)))
 
     a = torch.linspace(-4, 4, 40 * 60).reshape(40, 60).bfloat16()
@@ -136,7 +136,7 @@ def test_few_instructions_are_done_twice_rather_than_stored() -> None:
     torch.testing.assert_close(run_ops(ops, made, [a])[0], sums(a))
 
 
-def test_who_reads_few_elements_computes_them() -> None:
+def test_a_reader_of_few_elements_recomputes_them() -> None:
     logits, chosen = torch.linspace(-40, 40, 4 * 500).reshape(4, 500), torch.tensor([3, 499, 0, 77])
 
     def loss(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -159,14 +159,14 @@ def test_no_read_moves_past_a_write_over_it() -> None:
     assert names(inline(free.ops, free)) == ["add", "y"]
 
 
-def test_the_result_knows_all_the_nodes_it_came_from() -> None:
+def test_an_inlined_kernel_names_all_its_fx_nodes() -> None:
     made = capture(lambda a: (a + 1) * 2, A)
     (only,) = inline(made.ops, made)
     assert only.origin.fx == ("add", "mul")
 
 
 def test_a_table_that_is_read_at_arange_is_read_in_place() -> None:
-    """No check, no mask and no kernel of its own: its rows lie in the order in which they are read."""
+    """Rows are read in the order of memory, so the read needs no bounds check, no mask and no separate kernel."""
 
     def embedded(words: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return F.embedding(words, table) + F.embedding(torch.arange(words.shape[1]), places)

@@ -1,4 +1,4 @@
-"""Memory that is live while kernels fuse: what no longer reaches memory is not counted, wherever the kernel runs."""
+"""Live memory as fusion counts it: a buffer that a fusion removes does not count, wherever the fused kernel runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ir.interpret import run_ops
 
 
 def shifted(x: Tensor, mix: Tensor) -> list[Tensor]:
-    """Three results of the size of `x`, at the end of which memory is at its peak."""
+    """Return three results of the size of `x`; memory is at its peak when all of them exist."""
     change = F.pad(x, (0, 0, 1, -1)) - x
     return [change, x + change * mix[0], x + change * mix[1]]
 
@@ -25,12 +25,12 @@ def quantized(x: Tensor) -> list[Tensor]:
 
 
 def heads_in_another_order(x: Tensor, weight: Tensor) -> list[Tensor]:
-    """A norm's gradient, of heads before tokens, stored with tokens before heads."""
+    """Return the gradient of a norm over (heads, tokens), stored as (tokens, heads)."""
     total = (x * weight).sum(-1, keepdim=True)
     return [(x * total).transpose(0, 1).contiguous()]
 
 
-def test_one_kernel_where_memory_stays_as_it_is() -> None:
+def test_fusions_that_do_not_raise_live_memory_give_one_kernel() -> None:
     for function, inputs in (
         (shifted, (torch.randn(1024, 1024), torch.randn(2, 1024))),
         (quantized, (torch.randn(1024, 1024),)),

@@ -1,4 +1,4 @@
-"""Loops in another order: same meaning, more fusions, none lost, and strides decide."""
+"""Permuted loops compute the same and allow more fusions; strides decide, and no earlier fusion is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ir.interpret import run_body, run_ops
 
 @settings(max_examples=200, deadline=None)
 @given(bodies())
-def test_another_order_means_the_same(body: Body) -> None:
+def test_a_body_in_another_loop_order_computes_the_same(body: Body) -> None:
     for buffer in ("a", "b", "y"):
         other = in_order_of(body, buffer, int)
         if other is None:
@@ -37,7 +37,7 @@ def test_another_order_means_the_same(body: Body) -> None:
 
 
 def transposed(*more: str) -> Body:
-    """z over (4, 3): the transposed y, plus what else lies as z does."""
+    """Return a body for z of shape (4, 3): y transposed, plus buffers with the layout of z."""
     loops = loops_of("p", (4, 3))
     value = x("y", P[0] + 4 * P[1])
     for name in more:
@@ -45,14 +45,14 @@ def transposed(*more: str) -> Body:
     return Body(loops, (), (put("z", flat(loops), value),))
 
 
-def test_the_order_of_the_buffer_read() -> None:
+def test_loops_take_the_order_of_the_strides_of_a_buffer() -> None:
     other = in_order_of(transposed(), "y", int)
     assert other is not None
     assert str(other).splitlines()[0] == "for p0 < 3, for p1 < 4"
     assert in_order_of(transposed(), "nothing", int) is None
 
 
-def test_no_single_order_no_change() -> None:
+def test_loops_stay_if_reads_of_a_buffer_have_no_common_order() -> None:
     loops = loops_of("p", (3, 4))
     straight, turned = x("y", 4 * P[0] + P[1]), x("y", P[0] + 3 * P[1])
     assert in_order_of(Body(loops, (), (put("z", flat(loops), op("add", straight, turned)),)), "y", int) is None
@@ -61,7 +61,7 @@ def test_no_single_order_no_change() -> None:
     assert in_order_of(Body(loops, (), (put("z", flat(loops), looked_up),)), "y", int) is None
 
 
-def test_divisions_become_loops() -> None:
+def test_even_divisions_of_an_index_become_loops() -> None:
     loops = loops_of("p", (24,))
     index = FloorDiv(P[0], 6) + 4 * ModularIndexing(P[0], 1, 6)
     body = Body(loops, (), (put("z", P[0], x("y", index)),))
@@ -71,7 +71,7 @@ def test_divisions_become_loops() -> None:
     assert split_at_divisions(uneven) is uneven
 
 
-def test_only_steps_of_one_or_none_are_contiguous() -> None:
+def test_bytes_count_as_scattered_unless_the_innermost_step_is_one_or_zero() -> None:
     body = transposed("b")
     assert scattered_bytes(body, {"y": 48, "b": 5, "z": 7}.__getitem__) == 48
     other = in_order_of(body, "y", int)
@@ -80,7 +80,10 @@ def test_only_steps_of_one_or_none_are_contiguous() -> None:
 
 
 def both(*more: torch.Tensor) -> tuple[int, list[str]]:
-    """Kernels of `y = exp(a); mm(y); z = y^T + more`, and what was refused; checked against eager."""
+    """Return the number of kernels of `y = exp(a); z = 2 y^T + more; y @ z`, and the reasons of refusals.
+
+    Results are compared with eager.
+    """
 
     def function(a: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
         y = a.exp()
@@ -97,18 +100,18 @@ def both(*more: torch.Tensor) -> tuple[int, list[str]]:
     return sum(isinstance(each, Loops) for each in ops), list(report.refused.values())
 
 
-def test_a_transposed_reader_joins_its_producer() -> None:
+def test_a_transposed_reader_fuses_with_its_producer() -> None:
     assert both() == (1, [])
 
 
-def test_unless_more_is_scattered_than_saved() -> None:
+def test_a_transposed_reader_does_not_fuse_if_more_bytes_are_scattered_than_saved() -> None:
     kernels, refused = both(*(torch.rand(8, 6) for _ in range(3)))
     assert kernels == 2
     assert any("is written at" in reason for reason in refused)
 
 
-def test_a_norm_of_groups_does_not_turn_round_what_it_normalizes() -> None:
-    """Groups lie in memory channel by channel and the result pixel by pixel: no tile of [groups, elements] has both."""
+def test_a_group_norm_does_not_fuse_if_its_input_and_result_have_different_orders() -> None:
+    """Groups are channel-major in memory, the result is pixel-major: no tile of [groups, elements] suits both."""
 
     def normed(x: torch.Tensor) -> torch.Tensor:
         groups = x.permute(0, 2, 1).reshape(4, 2, -1)
@@ -124,14 +127,14 @@ def test_a_norm_of_groups_does_not_turn_round_what_it_normalizes() -> None:
     assert len(fuse_ops(capture(normed, torch.empty(4, 64, 2048).transpose(1, 2)))[0]) == 1
 
 
-def test_without_the_last_round_they_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_round_permutes_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "ROUNDS", fusing.ROUNDS[:-1])
     assert both()[0] == 2
 
 
 @settings(max_examples=40, deadline=None)
 @given(steps(most=20))
-def test_no_fusion_found_before_is_lost(recipe: list[Step]) -> None:
+def test_permuting_loops_keeps_earlier_fusions(recipe: list[Step]) -> None:
     made = capture(program(recipe), *inputs())
     fuser = Fuser(made.ops, made)
     while fuser.round():

@@ -1,4 +1,4 @@
-"""Two bodies as one: the same buffers as one after the other, or a refusal with a reason."""
+"""Two merged bodies store the same as one after the other, or the merge is refused with a reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def row_sums(out: str, read: str, rows: int, length: int) -> Body:
 
 @settings(max_examples=300, deadline=None)
 @given(bodies(out="y"), bodies(out="z", inputs=("a", "y")))
-def test_whatever_merges_means_the_same(first: Body, second: Body) -> None:
+def test_merged_bodies_compute_the_same(first: Body, second: Body) -> None:
     for one, other in ((first, second), (canonical(first), canonical(second))):
         merged = merge(one, other)
         if not isinstance(merged, Refusal):
@@ -75,7 +75,7 @@ def test_refined_sizes_multiply_back_to_both_nests(a: list[int], b: list[int]) -
         assert used == list(range(len(refined.sizes)))
 
 
-def test_equal_counts_in_other_loops_are_split_to_common_ones() -> None:
+def test_loops_of_equal_total_size_are_split_into_common_loops() -> None:
     refined = refine([sympy.Integer(12), sympy.Integer(4)], [sympy.Integer(6), sympy.Integer(8)])
     assert refined is not None
     assert refined.sizes == (6, 2, 4)
@@ -87,7 +87,7 @@ def test_equal_counts_in_other_loops_are_split_to_common_ones() -> None:
     assert refine([sympy.Integer(6)], [sympy.Integer(4)]) is None
 
 
-def test_the_reader_gets_the_value_instead_of_the_memory() -> None:
+def test_a_merged_reader_uses_the_value_instead_of_loading_it() -> None:
     merged = merged_of(elementwise("y", "a", 12), elementwise("z", "y", 3, 4))
     assert {load.buffer for load in merged.loads()} == {"a"}
     assert [store.buffer for store in merged.stores] == ["y", "z"]
@@ -98,17 +98,17 @@ def test_readers_of_one_buffer_share_the_load() -> None:
     assert len(merged.loads()) == 1
 
 
-def test_elements_join_the_rows_of_a_reduction() -> None:
+def test_element_wise_bodies_merge_with_a_reduction_over_rows() -> None:
     for one, other in (
-        (row_sums("y", "a", 4, 6), elementwise("z", "y", 4)),  # its result
-        (row_sums("y", "a", 4, 6), elementwise("z", "a", 24)),  # its elements
-        (elementwise("z", "a", 24), row_sums("y", "z", 4, 6)),  # what it reduces
+        (row_sums("y", "a", 4, 6), elementwise("z", "y", 4)),  # over the result of the reduction
+        (row_sums("y", "a", 4, 6), elementwise("z", "a", 24)),  # over the elements that it reduces
+        (elementwise("z", "a", 24), row_sums("y", "z", 4, 6)),  # the producer of these elements
     ):
         assert merged_of(one, other).reduction == loops_of("r", (6,))
 
 
-def test_a_reduction_over_one_element_stays_one() -> None:
-    """Without its loop no generator would know where to compute it."""
+def test_a_merged_reduction_over_one_element_stays_a_reduction() -> None:
+    """Without its loop, generators could not tell where to compute the reduction."""
     for other in (elementwise("z", "b", 6), elementwise("z", "b", 2, 3), row_sums("z", "b", 6, 1)):
         for merged in (merged_of(row_sums("y", "a", 6, 1), other), merged_of(other, row_sums("y", "a", 6, 1))):
             assert merged.reduction_numel() == 1
@@ -120,13 +120,13 @@ def test_two_reductions_over_the_same_elements_share_one_pass() -> None:
     assert len(merged.loads()) == 1
 
 
-def test_another_index_is_refused() -> None:
+def test_a_read_at_another_index_is_refused() -> None:
     loops = loops_of("p", (3, 4))
     transposed = Body(loops, (), (put("z", flat(loops), x("y", P[0] + 3 * P[1])),))
     assert reason(elementwise("y", "a", 12), transposed) == "y is written at [4*p0 + p1] but read at [p0 + 3*p1]"
 
 
-def test_other_iterations_are_refused() -> None:
+def test_bodies_with_different_ranges_are_refused() -> None:
     assert reason(elementwise("y", "a", 12), elementwise("z", "a", 10)) == "their loops run over different ranges"
     assert "different ranges" in reason(row_sums("y", "a", 4, 6), row_sums("z", "a", 6, 4))
     assert "neither the rows nor the elements" in reason(row_sums("y", "a", 4, 6), elementwise("z", "a", 5))
@@ -150,14 +150,14 @@ def test_atomic_scattered_and_masked_writes_are_not_read_in_the_same_kernel() ->
     assert "through indices" in reason(elementwise("y", "a", 4), gathers)
 
 
-def test_a_masked_read_is_zero_outside() -> None:
+def test_a_merged_masked_read_is_zero_outside_its_mask() -> None:
     mask = op("lt", Index(P[0]), Constant(3, torch.int64))
     loops = loops_of("p", (4,))
     reader = Body(loops, (), (put("z", P[0], Load("y", P[0], torch.float32, mask)),))
     merged_of(elementwise("y", "a", 4), reader)
 
 
-def test_a_write_over_what_the_first_reads_is_refused() -> None:
+def test_a_store_to_a_buffer_that_the_first_body_reads_is_refused() -> None:
     assert reason(elementwise("y", "a", 4), elementwise("a", "b", 4)) == (
         "a is read by the first and overwritten by the second"
     )

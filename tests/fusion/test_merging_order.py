@@ -1,4 +1,4 @@
-"""Merging groups keeps a legal order and never makes a cycle, against a plain search over all paths."""
+"""Merging groups keeps a legal order and never makes a cycle, compared with a plain search for cycles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def graphs_and_merges(draw: st.DrawFn) -> tuple[list[set[int]], list[tuple[int, 
 
 
 def has_cycle(before: list[set[int]], group_of: list[int]) -> bool:
-    """Whether the groups depend on each other in a circle, by taking away what needs nothing."""
+    """Whether the groups have a cyclic dependence, found by removing groups without dependences repeatedly."""
     left = {group: {group_of[n] for m in members for n in before[m]} - {group} for group, members in _by(group_of)}
     while left:
         free = [group for group, needed in left.items() if not needed & left.keys()]
@@ -62,20 +62,20 @@ def test_merges_are_refused_exactly_when_they_would_close_a_cycle(
             assert group_of[each] == group_of[member] or place[group_of[each]] < place[group_of[member]]
 
 
-def test_what_does_not_move_keeps_its_order() -> None:
+def test_groups_that_a_merge_does_not_move_keep_their_order() -> None:
     order = MergingOrder([set(), set(), set(), {0}, {2}])
     assert order.merge(0, 4) is None
     assert order.order() == [1, 2, 0, 3]
 
 
-def test_the_group_in_between_is_named() -> None:
+def test_a_refused_merge_names_the_group_in_between() -> None:
     order = MergingOrder([set(), {0}, {1}])
     assert order.merge(0, 2) == 1
     assert order.order() == [0, 1, 2]
 
 
-def test_a_reader_that_nothing_else_holds_back_joins_its_producer_in_its_place() -> None:
-    # 0 -> 1 -> 2, and 3 needs 0 only; 4 needs 0 and 2.
+def test_a_reader_that_depends_only_on_its_producer_merges_at_the_producers_position() -> None:
+    # 0 -> 1 -> 2; 3 depends on 0 only, 4 on 0 and 2.
     order = MergingOrder([set(), {0}, {1}, {0}, {0, 2}])
     assert order.may_run_early(0, 3)
     assert not order.may_run_early(0, 4)

@@ -1,4 +1,4 @@
-"""Row and column reductions over one input become one pass, where that pays and means the same."""
+"""Row and column reductions over one input become one kernel if that is faster and computes the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, COLUMNS = 6, 3
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices of a few elements count as large."""
+    """Let matrices of a few elements count as large enough."""
     monkeypatch.setattr(mixed_order, "FEWEST_ELEMENTS", 1)
     monkeypatch.setattr(mixed_order, "FEWEST_ROWS", 1)
 
@@ -31,14 +31,14 @@ def total(value: Value, kind: str = "sum") -> Reduce:
 
 
 def by_rows(rows: int = ROWS, columns: int = COLUMNS) -> Body:
-    """Each row scaled by its sum."""
+    """Return a body that scales every row by its sum."""
     at = columns * P[0] + R[0]
     value = op("mul", x("a", at), total(x("a", at)))
     return Body(loops_of("p", (rows,)), loops_of("r", (columns,)), (put("y", at, value),))
 
 
 def by_columns(value: Value | None = None, rows: int = ROWS, columns: int = COLUMNS) -> Body:
-    """The sum of each column."""
+    """Return a body that sums every column, or reduces it to `value`."""
     value = total(x("a", columns * R[0] + P[0])) if value is None else value
     return Body(loops_of("p", (columns,)), loops_of("r", (rows,)), (put("w", P[0], value),))
 
@@ -53,7 +53,7 @@ def across(first: Body, second: Body) -> Body | Refusal:
 
 
 def check(first: Body, second: Body) -> Body:
-    """Both in one kernel do what they do one after the other."""
+    """Merge the bodies, and assert that the merged one computes what they compute one after the other."""
     merged = across(first, second)
     assert isinstance(merged, Body), merged
     given = {"a": torch.randn(ROWS * COLUMNS), "b": torch.randn(ROWS)}
@@ -67,28 +67,28 @@ def check(first: Body, second: Body) -> Body:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_column_sum_is_stored_by_the_kernel_that_goes_over_rows() -> None:
+def test_a_column_sum_is_stored_by_the_kernel_over_rows() -> None:
     merged = check(by_rows(), by_columns())
     assert [loop.size for loop in (*merged.loops, *merged.reduction)] == [ROWS, COLUMNS]
     assert [(store.buffer, store.mode) for store in merged.stores] == [("y", "set"), ("w", "sum")]
-    check(by_columns(), by_rows())  # whichever comes first
+    check(by_columns(), by_rows())
 
 
 @pytest.mark.usefixtures("small")
-def test_a_column_sum_of_what_the_rows_made() -> None:
+def test_a_column_sum_of_the_row_kernels_result_uses_the_value() -> None:
     reader = by_columns(total(x("y", COLUMNS * R[0] + P[0])))
     merged = check(by_rows(), reader)
     assert [load.buffer for load in merged.loads()] == ["a"]
 
 
 @pytest.mark.usefixtures("small")
-def test_a_product_of_columns_and_values_of_a_row() -> None:
+def test_a_column_product_may_read_a_value_per_row() -> None:
     value = op("mul", x("a", COLUMNS * R[0] + P[0]), x("b", R[0]))
     check(by_rows(), by_columns(total(value, "prod")))
 
 
 @pytest.mark.usefixtures("small")
-def test_a_total_in_the_dtype_that_is_stored_anyway() -> None:
+def test_a_total_rounded_to_the_dtype_of_its_store_needs_no_cast() -> None:
     rounded = Cast(total(x("a", COLUMNS * R[0] + P[0])), torch.bfloat16)
     store = Store("w", P[0], rounded, torch.bfloat16)
     merged = across(by_rows(), Body(loops_of("p", (COLUMNS,)), loops_of("r", (ROWS,)), (store,)))
@@ -97,8 +97,8 @@ def test_a_total_in_the_dtype_that_is_stored_anyway() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_total_that_is_rounded_before_it_is_stored() -> None:
-    """As the gradient of a parameter that is computed with in bfloat16, and whose shard is float32."""
+def test_a_total_rounded_to_a_narrower_dtype_than_its_store_records_that_dtype() -> None:
+    """As the gradient of a parameter that is computed in bfloat16 and stored in a float32 shard."""
     merged = check(by_rows(), by_columns(Cast(total(x("a", COLUMNS * R[0] + P[0])), torch.bfloat16)))
     assert [store.total_dtype for store in merged.stores] == [None, torch.bfloat16]
 
@@ -112,14 +112,14 @@ def test_a_total_that_is_rounded_before_it_is_stored() -> None:
         (total(x("a", R[0] + ROWS * P[0])), "more memory would be read with strides"),
     ],
 )
-def test_what_is_no_plain_total_stays_apart(value: Value, reason: str) -> None:
+def test_column_reductions_that_are_not_plain_totals_are_refused(value: Value, reason: str) -> None:
     refused = across(by_rows(), by_columns(value))
     assert isinstance(refused, Refusal)
     assert reason in refused.reason
 
 
 @pytest.mark.usefixtures("small")
-def test_a_total_cannot_be_read_in_the_kernel_that_makes_it() -> None:
+def test_a_total_cannot_be_read_by_the_kernel_that_computes_it() -> None:
     at = COLUMNS * P[0] + R[0]
     reader = Body(
         loops_of("p", (ROWS,)), loops_of("r", (COLUMNS,)), (put("y", P[0], total(op("mul", x("a", at), x("w", R[0])))),)
@@ -133,13 +133,13 @@ def test_a_total_cannot_be_read_in_the_kernel_that_makes_it() -> None:
     ("rows", "columns", "pays"),
     [(8192, 1024, True), (4096, 2048, True), (4096, 1024, False), (2048, 4096, False), (65536, 32768, False)],
 )
-def test_one_pass_where_it_pays(rows: int, columns: int, pays: bool) -> None:
+def test_rows_and_columns_merge_only_for_profitable_sizes(rows: int, columns: int, pays: bool) -> None:
     column = by_columns(total(x("a", columns * R[0] + P[0])), rows, columns)
     merged = merge_across(by_rows(rows, columns), column, int, lambda name: 4 * rows * columns)
     assert isinstance(merged, Body) == pays
 
 
-def test_an_element_wise_kernel_joins_a_column_reduction() -> None:
+def test_an_element_wise_kernel_merges_with_a_column_reduction() -> None:
     merged = check(pointwise(), by_columns())
     assert [loop.size for loop in (*merged.loops, *merged.reduction)] == [COLUMNS, ROWS]
     assert all(not store.is_total for store in merged.stores)
@@ -147,7 +147,7 @@ def test_an_element_wise_kernel_joins_a_column_reduction() -> None:
     check(by_columns(), pointwise())
 
 
-def test_counts_tell_what_may_cross() -> None:
+def test_element_counts_tell_which_bodies_may_cross() -> None:
     assert crosses(by_rows(), by_columns())
     assert crosses(by_columns(), pointwise())
     assert not crosses(by_rows(), by_rows())
@@ -181,7 +181,7 @@ def test_gradients_of_an_activation_and_of_a_bias_are_one_kernel() -> None:
     assert kernel.body.reduction_numel() == sympy.Integer(64)
 
 
-def test_rows_and_columns_of_a_square_matrix_stay_apart() -> None:
+def test_row_and_column_sums_of_a_square_matrix_do_not_fuse() -> None:
     def function(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return a.sum(0), a.sum(1)
 
@@ -190,7 +190,7 @@ def test_rows_and_columns_of_a_square_matrix_stay_apart() -> None:
     assert any("different orders" in reason for reason in report.refused.values())
 
 
-def test_an_element_wise_kernel_does_not_go_down_columns_because_sizes_agree() -> None:
+def test_equal_sizes_alone_do_not_merge_an_element_wise_kernel_with_a_column_reduction() -> None:
     def function(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return a.exp(), a.reshape(1024, 64).sum(0)  # 64 columns, and the 64 rows of a
 

@@ -1,4 +1,4 @@
-"""Random programs mean the same however they are fused: not at all, by score, in any order, and compiled."""
+"""Random programs compute the same without fusion, fused by score, fused in random order, and compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel need not compute: the same numbers with fewer values."""
+"""A simplified body computes the same numbers with fewer values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def results(body: Body, **buffers: torch.Tensor) -> torch.Tensor:
 
 
 def joined(uses_twice: bool) -> Body:
-    """cat((-a, b)) of two halves, each part guarded by itself."""
+    """Return a body of cat((-a * s, exp(a))) whose parts are each masked and wrapped in a `where`."""
     first, second = op("lt", position(P[0]), number(4)), op("ge", position(P[0]), number(4))
     low = op("mul", Load("a", P[0], torch.float32, first), op("where", first, x("s", 0), zero()))
     high = op("where", second, op("exp", Load("a", P[0] - 4, torch.float32, second)), zero())
@@ -48,7 +48,7 @@ def joined(uses_twice: bool) -> Body:
     return Body(loops_of("p", (8,)), (), tuple(stores))
 
 
-def test_a_branch_does_not_ask_again_what_was_asked() -> None:
+def test_a_branch_does_not_test_the_same_condition_again() -> None:
     body = joined(uses_twice=False)
     short = simplified(body)
     assert (wheres(body), wheres(short)) == (4, 1)
@@ -56,7 +56,7 @@ def test_a_branch_does_not_ask_again_what_was_asked() -> None:
     torch.testing.assert_close(results(short, a=a, s=s), results(body, a=a, s=s))
 
 
-def test_what_others_use_is_not_computed_twice() -> None:
+def test_a_value_with_a_second_reader_is_not_computed_twice() -> None:
     body = joined(uses_twice=True)
     short = simplified(body)
     assert sum(isinstance(value, Op) and value.name == "mul" for value in short.values()) == 1
@@ -65,7 +65,7 @@ def test_what_others_use_is_not_computed_twice() -> None:
 
 
 def picking(target_of_row: Value, factor: Value | None = None) -> Body:
-    """The gradient of log-softmax and of picking one element a row: every element, and their sum."""
+    """Return a body for the gradient of log-softmax and of picking one element per row, which sums one-hot rows."""
     there = op("where", op("eq", position(R[0]), target_of_row), Constant(-1.0, torch.float32), zero())
     grad = there if factor is None else op("mul", there, factor)
     total = Reduce("sum", grad, torch.float32)
@@ -75,7 +75,7 @@ def picking(target_of_row: Value, factor: Value | None = None) -> Body:
 
 @given(st.lists(st.integers(-2, 9), min_size=4, max_size=4), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_the_sum_of_one_element_needs_no_pass(targets: list[int], scaled: bool) -> None:
+def test_the_sum_of_a_row_with_one_nonzero_element_needs_no_reduction(targets: list[int], scaled: bool) -> None:
     body = picking(Load("t", P[0], torch.int64), x("s", P[0]) if scaled else None)
     short = simplified(body)
     assert not short.reduction
@@ -84,19 +84,19 @@ def test_the_sum_of_one_element_needs_no_pass(targets: list[int], scaled: bool) 
     torch.testing.assert_close(results(short, **buffers), results(body, **buffers))
 
 
-def test_sums_of_more_than_one_element_stay() -> None:
+def test_sums_of_several_elements_stay() -> None:
     by_element = picking(Load("t", 8 * P[0] + R[0], torch.int64))
     assert simplified(by_element) is by_element
 
 
-def test_a_store_once_a_row_keeps_the_rows() -> None:
+def test_a_store_per_row_keeps_the_reduction() -> None:
     body = picking(Load("t", P[0], torch.int64))
     total = next(value for value in body.values() if isinstance(value, Reduce))
     both = Body(body.loops, body.reduction, (*body.stores, Store("z", P[0], total, torch.float32)))
     assert simplified(both).reduction
 
 
-def test_one_operation_for_both_branches() -> None:
+def test_an_operation_common_to_all_branches_is_done_once() -> None:
     first, second = op("lt", position(P[0]), number(3)), op("lt", position(P[0]), number(6))
     parts = [Cast(Load(name, P[0], torch.float32), torch.bfloat16) for name in "abc"]
     joined = op("where", first, parts[0], op("where", second, parts[1], parts[2]))
@@ -107,20 +107,20 @@ def test_one_operation_for_both_branches() -> None:
     assert torch.equal(results(short, **buffers), results(body, **buffers))
 
 
-def test_a_product_is_one_value_whichever_way_round_a_number_stands() -> None:
+def test_products_with_a_constant_on_either_side_are_one_value() -> None:
     two = Constant(2.0, torch.float32)
     values = op("mul", two, x("a", P[0])), op("mul", x("a", P[0]), two)
     body = Body(loops_of("p", (8,)), (), tuple(put("y", P[0] + 8 * at, value) for at, value in enumerate(values)))
     assert [value.name for value in numbers_last(body).values() if isinstance(value, Op)] == ["mul"]
 
 
-def test_what_a_store_rounds_is_not_rounded_before() -> None:
+def test_a_value_is_not_rounded_before_a_store_that_rounds_it() -> None:
     rounded = Cast(op("exp", x("a", P[0])), torch.bfloat16)
     body = Body(loops_of("p", (8,)), (), (Store("y", P[0], rounded, torch.bfloat16), put("z", P[0], rounded)))
     assert [type(store.value) for store in rounded_once(body).stores] == [Op, Cast]
 
 
-def test_what_is_read_anyway_is_not_read_again_under_a_mask() -> None:
+def test_an_element_that_is_loaded_anyway_is_not_loaded_again_with_a_mask() -> None:
     first = op("lt", position(P[0]), number(4))
     read, masked = Load("a", P[0], torch.float32), Load("a", P[0], torch.float32, first)
     value = op("add", read, op("where", first, op("mul", masked, masked), zero()))

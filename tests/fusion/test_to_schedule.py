@@ -1,4 +1,4 @@
-"""Fused ops as a schedule: kinds, memory, mutations, and the order of effects."""
+"""The schedule of fused ops: kinds of nodes, memory, mutations, and the order of effects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from overlapc.schedule.model import Kind
 from tests.fusion.small_graphs import barrier, extern, graph, overwrite, pointwise, start, wait
 
 
-def test_every_op_is_a_node_of_its_kind() -> None:
+def test_ops_become_nodes_with_their_kind_buffers_and_mutations() -> None:
     ops: list[IROp] = [
         start("ag", "a"),
         wait("w", "ag"),
@@ -25,11 +25,11 @@ def test_every_op_is_a_node_of_its_kind() -> None:
     assert schedule.buffers["x"].bytes == 32
     assert (schedule.buffers["a"].freeable, schedule.buffers["b"].freeable) == (True, False)
     assert schedule.node("add").mutates == ("c",)
-    assert schedule.outputs == ("x", "all")  # as they come to be
+    assert schedule.outputs == ("x", "all")
     assert [node.payload for node in schedule.nodes] == ops
 
 
-def test_kernels_are_priced_by_what_they_touch() -> None:
+def test_the_work_of_a_kernel_is_its_bytes_and_flops() -> None:
     ops: list[IROp] = [pointwise("x", "a", "b")]
     work = to_schedule(ops, graph(ops, ["x"])).node("x").work
     assert work is not None
@@ -42,7 +42,7 @@ def test_effects_keep_their_order_in_the_schedule() -> None:
     assert [(a, b) for a, b, why in of(schedule).edges() if why is Why.AFTER] == [(0, 2)]
 
 
-def test_ops_are_called_as_people_call_them() -> None:
+def test_op_names_have_no_aten_prefix_and_no_default_suffix() -> None:
     import torch
 
     assert op_name(torch.ops.aten.mm.default) == "mm"

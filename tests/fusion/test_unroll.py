@@ -1,4 +1,4 @@
-"""Short reductions written out mean the same; those that need their loop keep it."""
+"""Short reductions are unrolled and compute the same; reductions that need their loop keep it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ir.interpret import run_body, run_ops
 
 @settings(max_examples=200, deadline=None)
 @given(bodies())
-def test_the_same_result(body: Body) -> None:
+def test_an_unrolled_body_computes_the_same(body: Body) -> None:
     other = unrolled(body)
     one, two = buffers_for(body), buffers_for(body)
     run_body(body, one)
@@ -33,12 +33,12 @@ def total(kind: str, length: sympy.Expr | int, dtype: torch.dtype = torch.float3
 
 
 @pytest.mark.parametrize("kind", ["sum", "prod", "max", "min"])
-def test_a_few_elements_are_written_out(kind: str) -> None:
+def test_reductions_over_few_elements_are_unrolled(kind: str) -> None:
     assert unrolled(total(kind, MOST_UNROLLED)).reduction == ()
     assert len(unrolled(total(kind, 4)).loads()) == 4
 
 
-def test_reductions_of_reductions() -> None:
+def test_reductions_of_reductions_are_unrolled() -> None:
     element = x("a", 4 * P[0] + R[0])
     spread = Reduce("sum", op("sub", element, Reduce("max", element, torch.float32)), torch.float32)
     body = Body(loops_of("p", (3,)), loops_of("r", (4,)), (put("y", P[0], spread),))
@@ -50,7 +50,7 @@ def test_reductions_of_reductions() -> None:
     assert torch.equal(one["y"], two["y"])
 
 
-def test_what_needs_the_loop_keeps_it() -> None:
+def test_long_symbolic_empty_and_index_reductions_are_not_unrolled() -> None:
     size = sympy.Symbol("s0", integer=True, positive=True)
     every = Body(
         loops_of("p", (3,)),
@@ -67,7 +67,7 @@ def test_what_needs_the_loop_keeps_it() -> None:
         assert unrolled(body) is body
 
 
-def test_the_gradient_of_shared_heads_joins_what_reads_it() -> None:
+def test_the_gradient_of_shared_heads_fuses_with_its_reader() -> None:
     def function(a: torch.Tensor) -> list[torch.Tensor]:
         return [a.view(2, 4, 8).sum(1).t().contiguous() * 2]
 

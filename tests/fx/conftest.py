@@ -1,4 +1,4 @@
-"""Graphs with collectives are traced on a fake process group: rank 0 of 4, no communication."""
+"""A fake process group on which graphs with collectives are traced: rank 0 of 4, without communication."""
 
 from __future__ import annotations
 

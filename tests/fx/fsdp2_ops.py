@@ -1,4 +1,4 @@
-"""One layer's forward and backward in FSDP2's own ops, as it runs them and as graphs captured from it hold them."""
+"""Forward and backward of one layer in FSDP2's own ops, as FSDP2 runs them and as captured graphs contain them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def gather(shards: list[Tensor], group: str, ranks: int, rank: int) -> list[Tensor]:
-    """Copy in, gather, copy out: flat parameters."""
+    """Copy the shards in, gather them, and copy the flat parameters out."""
     sizes = [shard.numel() for shard in shards]
     flat = torch.empty(sum(sizes) * ranks)
     mine, _ = torch.ops.fsdp.all_gather_copy_in([shard.view(-1) for shard in shards], flat, sizes, sum(sizes), rank)
@@ -31,7 +31,7 @@ def empty(param: Tensor) -> None:
 
 
 def forward(x: Tensor, shards: list[Tensor], params: list[Tensor], group: str, ranks: int, rank: int) -> Tensor:
-    """`relu(x @ a) @ b` with a and b gathered into parameters that have storage only meanwhile; twice (layer reuse)."""
+    """Apply `relu(x @ a) @ b` twice, as a reused layer; a and b are gathered into parameters, freed after each use."""
     for _ in range(2):
         for param, flat in zip(params, gather(shards, group, ranks, rank), strict=True):
             fill(param, flat)
@@ -42,7 +42,7 @@ def forward(x: Tensor, shards: list[Tensor], params: list[Tensor], group: str, r
 
 
 def reduce(grads: list[Tensor], rows: list[int], group: str, replicas: str, ranks: int) -> list[Tensor]:
-    """This rank's `rows` of each gradient, reduced in float32 over `group`, then over `replicas`, and divided."""
+    """Reduce gradients in float32 over `group`, then `replicas`, and divide them; return this rank's `rows` of each."""
     padded = [-(-grad.shape[0] // ranks) * ranks * grad[0].numel() for grad in grads]
     flat = torch.empty(sum(padded))
     torch.ops.fsdp.chunk_cat(grads, 0, ranks, out=flat.view(ranks, -1))
@@ -56,7 +56,7 @@ def reduce(grads: list[Tensor], rows: list[int], group: str, replicas: str, rank
 
 
 def case(device: str = "cpu") -> dict[str, float]:
-    """Largest differences between these run eagerly and compiled, and what was compiled, on real ranks."""
+    """Run forward and `reduce` eagerly and compiled on real ranks; return the largest differences and counters."""
     torch.manual_seed(0)
     group, ranks, rank = dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank()  # type: ignore[union-attr]
     full = [torch.randn(4, 6), torch.randn(6, 4)]

@@ -1,4 +1,4 @@
-"""Results that are views of one another leave the graph, and come back as they were."""
+"""Results that are views of one another are removed from the graph and made again from its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from overlapc.fx.aliased_outputs import views_outside
 
 
 def captured(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> tuple[GraphModule, list[Any]]:
-    """What Dynamo makes of `function`, and what it gives to it."""
+    """Return the graph that Dynamo captures of `function`, and the inputs that Dynamo passes to it."""
     found: list[tuple[GraphModule, list[Any]]] = []
 
     def keep(gm: GraphModule, examples: list[Any]) -> GraphModule:
@@ -28,7 +28,7 @@ def captured(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) 
 
 
 def a_tensor_and_its_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    made = torch.nn.functional.linear(x, w)  # over three dims itself a view, of a product that nobody sees
+    made = torch.nn.functional.linear(x, w)  # for three dims itself a view, of a product that is not returned
     return made, made.view(-1, w.shape[0]), made.transpose(0, 1)[1:], made.sum()
 
 
@@ -43,7 +43,7 @@ def numbers() -> list[Tensor]:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("function", [a_tensor_and_its_views, views_alone])
-def test_the_graph_returns_one_tensor_for_each_memory_and_the_results_are_as_before(function, dynamic: bool):
+def test_a_graph_returns_one_tensor_per_storage_and_its_views_are_made_again(function, dynamic: bool):
     inputs = numbers()
     want = function(*inputs)
     gm, given = captured(function, *inputs, dynamic=dynamic)
@@ -64,12 +64,12 @@ def test_the_graph_returns_one_tensor_for_each_memory_and_the_results_are_as_bef
     "function",
     [
         lambda x, w: (x @ w.t(), w.sum()),  # nothing shared
-        lambda x, w: (w.view(-1), w.t(), x.sum()),  # views of an input, which AOTAutograd makes by itself
-        lambda x, w: ((made := x @ w.t()), made.detach()),  # one of them not differentiable
-        lambda x, w: ((made := x @ w.t()).view(-1), made.add_(1)),  # no view, though it is the same memory
+        lambda x, w: (w.view(-1), w.t(), x.sum()),  # views of an input, which AOTAutograd handles
+        lambda x, w: ((made := x @ w.t()), made.detach()),  # one result is not differentiable
+        lambda x, w: ((made := x @ w.t()).view(-1), made.add_(1)),  # the same memory, but not a view
     ],
 )
-def test_other_graphs_stay_as_they_are(function):
+def test_graphs_without_such_views_are_unchanged(function):
     gm, _ = captured(function, *numbers())
     before = gm.code
     assert views_outside(gm) is None
@@ -77,7 +77,7 @@ def test_other_graphs_stay_as_they_are(function):
 
 
 @pytest.mark.parametrize("transform", [torch.func.hessian, torch.func.jacfwd, torch.func.jacrev, torch.func.grad])
-def test_results_that_torch_func_wraps(transform: Callable[..., Any]) -> None:
+def test_results_of_torch_func_transforms_equal_eager(transform: Callable[..., Any]) -> None:
     def function(x: Tensor) -> tuple[Tensor, ...]:
         made = transform(lambda p: (p**3).sum())(x.flatten()[:4])
         y = made * 2

@@ -1,4 +1,4 @@
-"""Masks that follow from positions: which go, which stay, and what is said about them."""
+"""Attention masks computed from positions: which are removed, which stay, and what the report says about them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def qkv(heads: int = 4, kv_heads: int = 4, queries: int = N, keys: int = N, dtyp
 def rewritten(
     fn: Callable[..., Any], *inputs: Any, eager_dropout: bool = False, dynamic: bool | None = None
 ) -> list[fx.Node]:
-    """The attention nodes of what Dynamo captures of `fn`, after `drop_masks`."""
+    """Return the attention nodes of the graph that Dynamo captures of `fn`, after `drop_masks`."""
     found: list[fx.Node] = []
 
     def backend(gm: fx.GraphModule, examples: Any) -> Any:
@@ -118,7 +118,7 @@ def with_padding_of_ones(q: Tensor) -> Tensor:
 
 
 def of_sequences_packed_one_by_one(q: Tensor) -> Tensor:
-    """As Hugging Face finds sequences that share a row, where there is one."""
+    """Return the mask by which Hugging Face separates sequences packed into a row, for rows of one sequence."""
     batch, n = q.shape[0], q.shape[-2]
     positions = torch.arange(n)[None].expand(batch, -1)
     jumps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
@@ -129,7 +129,7 @@ def of_sequences_packed_one_by_one(q: Tensor) -> Tensor:
 
 
 def by_operators_methods(q: Tensor) -> Tensor:
-    """As torch 2.11 traces what vmap compares."""
+    """Return a causal mask in the form in which torch 2.11 traces comparisons under vmap."""
     i, j = i_and_j(q)
     mask = j.__le__(i)
     mask.__iand__(i.__eq__(i))
@@ -156,13 +156,13 @@ def test_a_causal_mask_becomes_causal_attention(mask):
 @pytest.mark.parametrize(
     "mask", [by_compare, by_tril, by_triu_of_infinity, of_sequences_packed_one_by_one], ids=lambda mask: mask.__name__
 )
-def test_for_every_length_where_lengths_are_symbols(mask):
+def test_a_causal_mask_of_symbolic_length_becomes_causal_attention(mask):
     (node,) = rewritten(lambda q, k, v: attention(q, k, v, attn_mask=mask(q)), *qkv(), dynamic=True)
     assert become(node) == "causal"
     assert not isinstance(node.args[0].meta["example_value"].shape[-2], int)
 
 
-def test_a_mask_that_was_filled_in_place_is_known_from_then_on():
+def test_a_causal_mask_filled_in_place_becomes_causal_attention():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = torch.zeros(N, N)
         mask.fill_(-INFINITY)
@@ -234,7 +234,7 @@ def changed_through_a_view(q: Tensor) -> Tensor:
 
 @torch.compiler.allow_in_graph
 def tril(n: int) -> Tensor:
-    """Not torch's function of this name."""
+    """A function that has the name of torch's `tril` and returns something else."""
     return torch.ones(n, n, dtype=torch.bool).triu()
 
 
@@ -270,7 +270,7 @@ def test_any_other_mask_stays(mask):
 
 
 @pytest.mark.parametrize(("queries", "keys", "offset"), [(5, N, 0), (5, N, N - 5), (N, N, 3), (N, 5, 0)])
-def test_offsets_and_other_than_square_ones_stay(queries, keys, offset):
+def test_masks_with_offsets_or_of_unequal_lengths_stay(queries, keys, offset):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         i, j = torch.arange(queries)[:, None] + offset, torch.arange(keys)
         return attention(q, k, v, attn_mask=j <= i)
@@ -279,7 +279,7 @@ def test_offsets_and_other_than_square_ones_stay(queries, keys, offset):
     assert become(node) == "masked"
 
 
-def test_of_two_lengths_that_are_symbols_neither_is_taken_for_the_other():
+def test_a_mask_of_two_different_symbolic_lengths_stays():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
         return attention(q, k, v, attn_mask=j <= i)
@@ -296,12 +296,12 @@ def test_a_mask_that_is_an_input_stays():
 
 
 @pytest.mark.parametrize("mask", [lambda q: (i_and_j(q)[0] >= 0).expand(2, 1, N, N), lambda q: torch.zeros(N, N)])
-def test_a_mask_that_lets_everything_through_goes(mask):
+def test_a_mask_that_is_true_everywhere_is_removed(mask):
     (node,) = rewritten(lambda q, k, v: attention(q, k, v, attn_mask=mask(q)), *qkv())
     assert become(node) == "full"
 
 
-def test_a_window_as_long_as_the_sequence_is_none():
+def test_a_causal_window_as_long_as_the_sequence_becomes_causal_attention():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         i, j = i_and_j(q)
         return attention(q, k, v, attn_mask=(j <= i) & (j > i - N) & (i // N == j // N))
@@ -311,7 +311,7 @@ def test_a_window_as_long_as_the_sequence_is_none():
 
 
 @pytest.mark.parametrize(("eager_dropout", "found"), [(False, "causal"), (True, "masked")])
-def test_dropout_that_must_draw_eagers_numbers_keeps_its_kernel(eager_dropout, found):
+def test_attention_whose_dropout_must_draw_eagers_numbers_keeps_its_mask(eager_dropout, found):
     nodes: list[fx.Node] = []
 
     def backend(gm: fx.GraphModule, examples: Any) -> Any:
@@ -331,7 +331,7 @@ def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(lambda q, k, v: attention(q, k, v, attn_mask=mask), first, k, v, use_reentrant=False)
 
 
-def test_within_checkpoints_too_and_a_mask_of_all_layers_is_looked_at_once(monkeypatch):
+def test_a_mask_shared_by_checkpointed_layers_is_classified_once(monkeypatch):
     looked_at: list[tuple[Any, ...]] = []
     look = rewriting._classify
     monkeypatch.setattr(rewriting, "_classify", lambda *given: looked_at.append(given) or look(*given))
@@ -353,14 +353,14 @@ def repeated(x: Tensor) -> Tensor:
         (lambda x: x[:, None].expand(2, 2, 2, N, 8).reshape(2, 4, N, 8), False),
     ],
 )
-def test_keys_that_heads_share_are_not_copied(repeat, found):
+def test_keys_repeated_for_groups_of_heads_are_not_copied(repeat, found):
     q, k, v = qkv(kv_heads=2)
     (node,) = rewritten(lambda q, k, v: attention(q, repeat(k), repeat(v), attn_mask=by_tril(q)), q, k, v)
     assert become(node) == "causal"
     assert bool(node.kwargs.get("enable_gqa")) is found
 
 
-def test_keys_are_copied_where_the_model_chooses_the_kernel():
+def test_keys_are_copied_if_the_model_restricts_the_attention_kernel():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return attention(q, repeated(k), repeated(v), attn_mask=by_tril(q))
@@ -370,7 +370,7 @@ def test_keys_are_copied_where_the_model_chooses_the_kernel():
     assert not node.kwargs.get("enable_gqa")
 
 
-def test_keys_are_copied_where_the_mask_stays():
+def test_keys_are_copied_if_the_mask_stays():
     q, k, v = qkv(kv_heads=2)
     (node,) = rewritten(lambda q, k, v: attention(q, repeated(k), repeated(v), attn_mask=window(q)), q, k, v)
     assert become(node) == "masked"
@@ -378,7 +378,7 @@ def test_keys_are_copied_where_the_mask_stays():
 
 
 @pytest.mark.parametrize(("dtype", "dynamic"), [(torch.bfloat16, False), (torch.float32, True)])
-def test_a_step_equals_eager_and_the_report_says_which_kernel_it_took(dtype, dynamic, tmp_path):
+def test_a_step_equals_eager_and_the_report_describes_its_masks(dtype, dynamic, tmp_path):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal = attention(q, repeated(k), repeated(v), attn_mask=by_compare(q))
         return causal + attention(q, repeated(k), repeated(v), attn_mask=window(q))

@@ -1,4 +1,4 @@
-"""What backward reads of an input that forward changes."""
+"""Backward reads the content that an input had when forward used it, also if forward changed the input afterwards."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def by_what_has_a_gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 def unseen_by_autograd(x: Tensor, w: Tensor) -> Tensor:
     v = x.sin() * w + x * w
-    x.data.mul_(3)  # eager's gradient of `x * w` is that of the changed x, its gradient of `x.sin() * w` is not
+    x.data.mul_(3)  # eager's gradient of `x * w` uses the changed x, its gradient of `x.sin() * w` does not
     return v
 
 
@@ -110,15 +110,15 @@ def results(function: Function, x: Tensor, w: Tensor) -> list[Tensor]:
         in_backward,
     ],
 )
-def test_a_value_from_before_the_change_has_the_gradient_of_then(function: Function) -> None:
+def test_gradients_use_the_content_before_the_change(function: Function) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=overlapc)
     expected = results(function, *inputs())
-    for _ in range(2):  # the second call goes past AOTAutograd's wrapper
+    for _ in range(2):  # the second call bypasses AOTAutograd's wrapper
         torch.testing.assert_close(results(compiled, *inputs()), expected)
 
 
-def test_so_has_that_of_another_input_in_the_same_memory() -> None:
+def test_gradients_use_the_content_before_a_change_through_an_overlapping_input() -> None:
     def function(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         v = x.sin() * w
         y.add_(1)
@@ -140,7 +140,7 @@ def graphs(function: Function) -> tuple[list[str], list[str]]:
     return ops(recorder.forward[0]), ops(recorder.backward[0])
 
 
-def test_the_copy_is_made_where_backward_needs_it_only() -> None:
+def test_an_input_is_copied_only_if_backward_reads_its_old_content() -> None:
     forward, backward = graphs(lambda x, w: x.add_((x * w).sum().detach()) * w)
     assert "copy_" in forward
     assert "clone" not in forward + backward

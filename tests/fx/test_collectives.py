@@ -1,4 +1,4 @@
-"""Collectives of an ATen graph, before and after they are made canonical."""
+"""`canonicalize` pairs every collective of an ATen graph with its waits; `find_collectives` describes them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def names(module: fx.GraphModule) -> list[str]:
     ]
 
 
-def test_a_canonical_graph_is_left_alone(world):
+def test_a_canonical_graph_is_unchanged(world):
     module = trace(lambda x: wait(c10d.all_gather_into_tensor(x, 4, world)) + 1)
     assert canonicalize(module) == 0
 
 
-def test_extra_waits_of_one_start_go(world):
+def test_redundant_waits_are_removed(world):
     def twice(x: Tensor) -> Tensor:
         y = c10d.all_reduce(x, "sum", world)
         return wait(y) + wait(wait(y))
@@ -60,13 +60,13 @@ def test_every_reader_reads_through_the_wait(world):
     assert all(is_wait(user) for user in start.users)
 
 
-def test_a_wait_for_what_is_not_in_flight_goes_but_one_for_an_input_stays(world):
+def test_a_wait_for_a_computed_tensor_is_removed_but_one_for_an_input_stays(world):
     module = trace(lambda x: wait(wait(x) + 1) * wait(x))
     canonicalize(module)
     assert names(module) == ["wait_tensor", "add", "mul"]
 
 
-def test_coalesced_forms_wait_once_an_output(world):
+def test_coalesced_collectives_have_one_wait_per_output(world):
     def several(x: Tensor, y: Tensor) -> Tensor:
         a, b = c10d.all_gather_into_tensor_coalesced([x, y], 4, world)
         return wait(a) + wait(b) + wait(a)
@@ -79,7 +79,7 @@ def test_coalesced_forms_wait_once_an_output(world):
     assert collective.comm.bytes == 2 * 4 * 8 * 4 * 4
 
 
-def test_equal_gathers_are_one_with_their_casts(world):
+def test_equal_gathers_and_their_casts_are_merged(world):
     def twice(x: Tensor) -> Tensor:
         a, b = (wait(c10d.all_gather_into_tensor(x.to(torch.bfloat16), 4, world)) for _ in range(2))
         return a + b
@@ -89,7 +89,7 @@ def test_equal_gathers_are_one_with_their_casts(world):
     assert names(module) == ["_to_copy", "all_gather_into_tensor", "wait_tensor", "add"]
 
 
-def test_gathers_of_different_things_stay_two(world):
+def test_gathers_of_different_values_are_not_merged(world):
     def both(x: Tensor) -> Tensor:
         a = wait(c10d.all_gather_into_tensor(x.to(torch.bfloat16), 4, world))
         return a + wait(c10d.all_gather_into_tensor(x.to(torch.float16), 4, world))
@@ -99,7 +99,7 @@ def test_gathers_of_different_things_stay_two(world):
     assert names(module).count("all_gather_into_tensor") == 2
 
 
-def test_a_collective_that_nobody_reads_goes(world):
+def test_an_unread_collective_is_removed(world):
     def unread(x: Tensor) -> Tensor:
         wait(c10d.all_gather_into_tensor(x, 4, world))
         return x + 1
@@ -109,7 +109,7 @@ def test_a_collective_that_nobody_reads_goes(world):
     assert names(module) == ["add"]
 
 
-def test_the_wait_of_an_in_place_collective_stays_though_nobody_reads_it(world):
+def test_the_unread_wait_of_an_in_place_collective_stays(world):
     def in_place(x: Tensor) -> Tensor:
         y = x + 1
         wait(c10d.all_reduce_(y, "sum", world))
@@ -120,7 +120,7 @@ def test_the_wait_of_an_in_place_collective_stays_though_nobody_reads_it(world):
     assert names(module) == ["add", "all_reduce_", "wait_tensor", "mul"]
 
 
-def test_autograd_forms_become_plain_ones(world):
+def test_autograd_collectives_become_plain_ones(world):
     graph = fx.Graph()
     x = graph.placeholder("x")
     y = graph.call_function(torch.ops._c10d_functional_autograd.all_gather_into_tensor.default, (x, 4, world))
@@ -140,7 +140,7 @@ def test_autograd_forms_become_plain_ones(world):
         (lambda x, g: c10d.broadcast(x, 0, g), "broadcast", 32),
     ],
 )
-def test_bytes_follow_each_collective_s_own_definition(world, launch, kind, elements):
+def test_a_collective_has_its_kind_bytes_dtype_and_group(world, launch, kind, elements):
     module = trace(lambda x: wait(launch(x, world)))
     canonicalize(module)
     (collective,) = find_collectives(module.graph)
@@ -165,24 +165,24 @@ def barriers(world: str, *launches: tuple) -> list:
     return [(each.comm.collective, each.comm.bytes, each.comm.group) for each in found]
 
 
-def test_what_waits_for_itself_is_a_barrier(world):
+def test_blocking_collectives_are_synchronous(world):
     assert barriers(
         world, (torch.ops._dtensor.shard_dim_alltoall.default, 0, 1, world), (c10d.all_reduce_.default, "sum", world)
     ) == [("all_to_all", 128, "world"), ("all_reduce", 128, "world")]
 
 
-def test_communication_that_we_do_not_know_is_a_barrier(world):
+def test_unknown_communication_is_synchronous(world):
     assert barriers(world, (torch.ops.c10d.monitored_barrier_.default, None, [], 0, False)) == [
         ("unknown", 128, "unknown")
     ]
 
 
 @pytest.mark.skipif(not hasattr(c10d, "isend"), reason="torch 2.11 has no functional point-to-point ops")
-def test_point_to_point_is_a_barrier(world):
+def test_point_to_point_is_synchronous(world):
     assert barriers(world, (c10d.isend.default, 1, 0, world)) == [("unknown", 128, "world")]
 
 
-def test_groups_are_called_by_axis_or_shape_and_never_share_a_name(world):
+def test_groups_have_unique_names_by_mesh_axis_or_shape(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
     groups = [mesh.get_group("dp"), mesh.get_group("tp"), other.get_group("tp"), torch.distributed.new_group([0, 3])]
@@ -197,7 +197,7 @@ def test_groups_are_called_by_axis_or_shape_and_never_share_a_name(world):
     assert [each.comm.ranks for each in found[:2]] == [(0, 2), (0, 1)]
 
 
-def test_nodes_that_are_no_collectives(world):
+def test_waits_and_compute_are_not_collectives(world):
     module = trace(lambda x: wait(c10d.all_reduce(x, "sum", world)) + 1)
     reduce, waiting, add = (node for node in module.graph.nodes if node.op == "call_function")
     assert [is_collective(node) for node in (reduce, waiting, add)] == [True, False, False]
@@ -219,7 +219,7 @@ def test_a_conditional_whose_branch_communicates_is_unknown_communication(world)
 
 @pytest.fixture(scope="module")
 def exchange():
-    """A custom op that communicates, as one may tell from its taking a process group's name."""
+    """A custom op that counts as communication because it takes the name of a process group."""
     library = torch.library.Library("overlapc_test", "DEF")
     library.define("exchange(Tensor x, str group_name) -> Tensor")
     library.impl("exchange", lambda x, group_name: x.clone(), "CompositeExplicitAutograd")

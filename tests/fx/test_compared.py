@@ -1,4 +1,4 @@
-"""What is compared is not summed again."""
+"""A checkpoint saves sums that a comparison depends on, so that the comparison has the same result in backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def running(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("compared", [True, False])
 @pytest.mark.parametrize("made", [shares, spread, running])
-def test_a_checkpoint_sums_again_only_what_nobody_compares(made: Callable[[Tensor], Tensor], compared: bool):
+def test_a_checkpoint_recomputes_a_sum_only_if_no_comparison_depends_on_it(
+    made: Callable[[Tensor], Tensor], compared: bool
+):
     backwards: list[torch.fx.GraphModule] = []
 
     def keep(gm: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
@@ -60,14 +62,14 @@ def test_a_checkpoint_sums_again_only_what_nobody_compares(made: Callable[[Tenso
         for node in backward.graph.nodes
         if getattr(node.target, "overloadpacket", None) is op
         and node not in gradients
-        and node.args[0].meta["val"].dtype.is_floating_point  # not how many elements are the largest
+        and node.args[0].meta["val"].dtype.is_floating_point  # excludes the number of elements that are the largest
     ]
     assert bool(again) is not compared, str(backward.graph)
 
 
 @pytest.mark.parametrize("made", [shares, spread, running])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_checkpoint_finds_its_largest_again(made: Callable[[Tensor], Tensor], dtype: torch.dtype):
+def test_gradients_of_a_maximum_under_a_checkpoint_equal_eager(made: Callable[[Tensor], Tensor], dtype: torch.dtype):
     def run(x: Tensor) -> Tensor:
         y = checkpoint(lambda value: made(value) * value.cos(), x, use_reentrant=False)
         assert isinstance(y, Tensor)

@@ -1,4 +1,4 @@
-"""`control_deps`: wrapped ops come back into the graph, with the order they asked for."""
+"""`control_deps`: wrapped ops are inlined into the graph, and the order that they require is kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ c10d = torch.ops._c10d_functional
 
 
 class ControlDeps(HigherOrderOperator):
-    """What torch has in a place that we do not import: known by its name."""
+    """A stand-in for torch's op, which is recognized by its name because overlapc does not import its module."""
 
     def __init__(self) -> None:
         super().__init__("control_deps")
@@ -45,7 +45,7 @@ def named(gm: fx.GraphModule, op: str) -> fx.Node:
 
 
 def wrap(gm: fx.GraphModule, node: fx.Node, *earlier: fx.Node) -> None:
-    """`node` wrapped so that it runs after `earlier`, as torch does it: its inputs go in as arguments."""
+    """Wrap `node` as torch does so that it runs after `earlier`, with its inputs as arguments of a subgraph."""
     inner = fx.Graph()
     args = {given: inner.placeholder(given.name) for given in node.all_input_nodes}
     inner.output(inner.node_copy(node, args.__getitem__))
@@ -67,7 +67,7 @@ def schedule_nodes(gm: fx.GraphModule) -> dict[str, Node]:
     return {node.name: node for node in planned.result.schedule.nodes}
 
 
-def test_a_wrapped_op_is_a_node_again_and_knows_what_it_follows():
+def test_a_wrapped_op_is_inlined_with_the_nodes_that_it_follows():
     gm = traced(lambda x, y: (x.sin(), y.cos()), (4,), (3,))
     wrap(gm, named(gm, "cos"), named(gm, "sin"))
     assert inline_control_deps(gm) == 1
@@ -78,7 +78,7 @@ def test_a_wrapped_op_is_a_node_again_and_knows_what_it_follows():
     torch.testing.assert_close(gm(x, y), (x.sin(), y.cos()))
 
 
-def test_results_that_are_passed_through_are_the_arguments_themselves():
+def test_results_that_a_subgraph_passes_through_become_its_arguments():
     gm = traced(lambda x, y: (x.sin(), y.cos() + 1), (4,), (3,))
     sin, cos = named(gm, "sin"), named(gm, "cos")
     inner = fx.Graph()
@@ -98,7 +98,7 @@ def test_results_that_are_passed_through_are_the_arguments_themselves():
 
 
 def test_the_schedule_keeps_the_order_and_names_fused_kernels():
-    # sin and exp fuse, as one reads the other; the product must come after both, though it reads neither.
+    # sin and exp fuse because exp reads sin; the product must come after both, although it reads neither.
     gm = traced(lambda x, y: (x.sin().exp(), y @ y), (4, 4), (3, 3))
     wrap(gm, named(gm, "mm"), named(gm, "sin"))
     nodes = schedule_nodes(gm)
@@ -107,7 +107,7 @@ def test_the_schedule_keeps_the_order_and_names_fused_kernels():
     assert "sin" not in nodes
 
 
-def test_what_nobody_reads_is_no_reason_to_wait():
+def test_an_op_that_is_not_read_adds_no_order():
     gm = traced(lambda x, y: (x.sin(), y @ y)[1:], (4, 4), (3, 3))
     wrap(gm, named(gm, "mm"), named(gm, "sin"))
     (product,) = schedule_nodes(gm).values()

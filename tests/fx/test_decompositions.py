@@ -1,4 +1,4 @@
-"""What torch's operators are broken up into has the dtypes that the operators themselves have."""
+"""Decompositions of torch's operators have the dtypes of the operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_gradients_of_float32_parameters_beside_bfloat16_are_not_rounded_to_it(name: str) -> None:
+def test_gradients_of_float32_parameters_with_bfloat16_inputs_are_not_rounded_to_bfloat16(name: str) -> None:
     torch.manual_seed(0)
     x, w, b = torch.randn(4, 6, 64).bfloat16(), torch.randn(6), torch.randn(6)
     true = gradients(NORMS[name], x.float(), w, b)
@@ -41,7 +41,7 @@ def test_gradients_of_float32_parameters_beside_bfloat16_are_not_rounded_to_it(n
 
 
 @pytest.mark.parametrize("op", ["native_layer_norm", "native_group_norm", "native_batch_norm"])
-def test_statistics_beside_float32_parameters_are_float32(op: str) -> None:
+def test_norms_of_bfloat16_inputs_with_float32_parameters_return_float32_statistics(op: str) -> None:
     torch.manual_seed(0)
     x, w, b = torch.randn(4, 6, 8).bfloat16(), torch.randn(6), torch.randn(6)
     calls: dict[str, Callable[..., Any]] = {

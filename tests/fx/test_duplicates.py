@@ -1,4 +1,4 @@
-"""Equal nodes become one, where nobody can tell."""
+"""Equal nodes are merged where that cannot change a result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def targets(gm: GraphModule) -> list[object]:
 
 
 def merged(function: Callable[..., object], *inputs: Tensor) -> tuple[int, list[object]]:
-    """How many nodes went and what is left; the graph still computes the same."""
+    """Return the number of nodes removed and the remaining targets, and assert that the graph computes the same."""
     gm = traced(function, *inputs)
     expected = gm(*(each.clone() for each in inputs))
     count = merge_duplicates(gm.graph)
@@ -34,7 +34,7 @@ def merged(function: Callable[..., object], *inputs: Tensor) -> tuple[int, list[
     return count, targets(gm)
 
 
-def test_chains_of_equal_nodes_go_in_one_pass():
+def test_chains_of_equal_nodes_are_merged_in_one_pass():
     def twice(x: Tensor) -> Tensor:
         return (x.view(4).exp() * 2).sum() + (x.view(4).exp() * 2).amax()
 
@@ -43,7 +43,7 @@ def test_chains_of_equal_nodes_go_in_one_pass():
     assert left.count(aten.exp.default) == left.count(aten.mul.Tensor) == left.count(aten.view.default) == 1
 
 
-def test_arguments_of_other_types_are_other_arguments():
+def test_nodes_whose_arguments_differ_in_type_or_sign_are_not_merged():
     def different(x: Tensor) -> Tensor:
         return aten.mul(x, 1) + aten.mul(x, 1.0) + aten.mul(x, True) + aten.mul(x, 0.0) + aten.mul(x, -0.0)
 
@@ -52,7 +52,7 @@ def test_arguments_of_other_types_are_other_arguments():
     assert left.count(aten.mul.Tensor) == 5
 
 
-def test_results_stay_tensors_of_their_own():
+def test_results_of_the_graph_are_not_merged():
     def both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x.exp(), x.exp(), x.exp().sum()
 
@@ -61,26 +61,26 @@ def test_results_stay_tensors_of_their_own():
     assert left.count(aten.exp.default) == 3
 
 
-def test_random_numbers_are_drawn_each_time():
+def test_random_nodes_are_not_merged():
     gm = traced(lambda x: aten.rand_like(x) - aten.rand_like(x), torch.randn(3))
     assert merge_duplicates(gm.graph) == 0
 
 
-def test_reads_around_a_change_of_memory_differ():
+def test_nodes_before_and_after_an_update_in_place_are_not_merged():
     def around(x: Tensor, y: Tensor) -> Tensor:
         before = x.exp()
         x.copy_(y)
         return before - x.exp() + x.exp()
 
     count, left = merged(around, torch.randn(3), torch.randn(3))
-    assert count == 1  # the two after it
+    assert count == 1  # of the two after the change
     assert left.count(aten.exp.default) == 2
 
 
-def test_parts_of_one_result_are_equal_too():
+def test_equal_parts_of_equal_results_are_merged():
     def split(x: Tensor) -> Tensor:
         return torch.split(x, 2)[0].sum() + torch.split(x, 2)[0].amax()
 
     _, left = merged(split, torch.randn(4))
-    assert left.count(operator.getitem) == 2  # the first part, and the other that nobody reads
+    assert left.count(operator.getitem) == 2  # the first part, and the second, which is traced but not read
     assert left.count(aten.split.Tensor) == 1

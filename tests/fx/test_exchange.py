@@ -1,4 +1,4 @@
-"""Reductions as an exchange and a sum: what travels, what is added in which dtype, and what is refused."""
+"""Reductions as an exchange and a sum: the dtype that is sent, the dtype of the sum, and what is refused."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def reduced(given: Tensor, group: str, how: str = "avg") -> Tensor:
 
 
 def exchanged(function, *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
-    """The rewritten graph, and its exchange."""
+    """Return the rewritten graph and its exchange."""
     with fake_world(RANKS) as group:
         gm = make_fx(lambda *given: function(*given, group), tracing_mode="fake")(*inputs)
         assert exchange_reductions(gm, lambda start: Place(1, RANKS)) == 1
@@ -42,7 +42,7 @@ def ops(gm: fx.GraphModule) -> Counter[str]:
         lambda x: x.t().to(torch.float32).contiguous(),
     ],
 )
-def test_a_gradient_travels_as_it_was_computed(before):
+def test_a_gradient_cast_to_float32_is_sent_in_bfloat16(before):
     x = torch.randn(8, 12, dtype=torch.bfloat16)
     gm, start = exchanged(lambda x, group: reduced(before(x), group), x)
     sent = start.args[0].meta["val"]
@@ -67,7 +67,7 @@ def test_a_gradient_travels_as_it_was_computed(before):
         (lambda x, group: reduced(x.double(), group), torch.float64),
     ],
 )
-def test_numbers_that_a_cast_would_change_travel_as_they_are(function, travels):
+def test_numbers_that_a_cast_would_change_are_sent_in_their_dtype(function, travels):
     gm, start = exchanged(function, torch.randn(8, 12))
     assert start.args[0].meta["val"].dtype == travels
     adds = [
@@ -76,7 +76,7 @@ def test_numbers_that_a_cast_would_change_travel_as_they_are(function, travels):
     assert set(adds) == {torch.float64 if travels == torch.float64 else torch.float32}
 
 
-def test_a_sum_is_not_divided():
+def test_only_an_average_is_divided():
     gm, _ = exchanged(lambda x, group: reduced(x, group, "sum"), torch.randn(8, 2))
     assert ops(gm)["div"] == 0
 
@@ -89,7 +89,7 @@ def test_a_sum_is_not_divided():
         (lambda x, group: _c10d.reduce_scatter_tensor(x, "sum", RANKS, group), torch.randn(8), "another graph"),
     ],
 )
-def test_what_cannot_be_a_sum_of_parts_stays_with_its_reason(function, x, reason):
+def test_reductions_that_cannot_be_exchanged_stay_with_a_reason(function, x, reason):
     with fake_world(RANKS) as group:
         gm = make_fx(lambda x: function(x, group), tracing_mode="fake")(x)
         (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default)
@@ -116,7 +116,7 @@ HOSTS = Place(1, RANKS // 2, hosts=2, within="", across="")
 
 
 def over_hosts(function, x: Tensor) -> fx.GraphModule:
-    """A collective of four ranks on two hosts, divided."""
+    """Return the graph of `function` with its collective of four ranks on two hosts divided by hosts."""
     with fake_world(RANKS) as group:
         place = HOSTS._replace(within=group, across=group)
         gm = make_fx(lambda x: function(x, group), tracing_mode="fake")(x)
@@ -128,7 +128,7 @@ def over_hosts(function, x: Tensor) -> fx.GraphModule:
 
 
 def collectives(gm: fx.GraphModule) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """What is moved, in order."""
+    """Return op, shape and dtype of the tensors that are sent, in order."""
     return [
         (node.target._opname, tuple(node.args[0].meta["val"].shape), node.args[0].meta["val"].dtype)
         for node in gm.graph.nodes
@@ -136,7 +136,7 @@ def collectives(gm: fx.GraphModule) -> list[tuple[str, tuple[int, ...], torch.dt
     ]
 
 
-def test_a_group_of_several_hosts_adds_up_within_them_first_and_gathers_across_them_first():
+def test_a_group_over_hosts_reduces_within_hosts_first_and_gathers_across_hosts_first():
     x = torch.randn(12, 3, dtype=torch.bfloat16)
     gm = over_hosts(lambda x, group: reduced(x.float(), group), x)
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -153,7 +153,7 @@ def test_a_group_of_several_hosts_adds_up_within_them_first_and_gathers_across_t
     ]  # fmt: skip
 
 
-def test_what_is_not_contiguous_is_reduced_by_the_library():
+def test_a_reduction_with_a_result_that_is_not_contiguous_stays_a_library_call():
     with fake_world(RANKS) as group:
         gm = make_fx(lambda x: _c10d.wait_tensor(_c10d.all_reduce(x.t(), "sum", group)), tracing_mode="fake")(
             torch.ones(3, 4)

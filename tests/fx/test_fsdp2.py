@@ -1,4 +1,4 @@
-"""Graphs with FSDP2's own ops: storage that comes and goes, and flat buckets."""
+"""Clean-up of graphs with FSDP2's own ops: resized storage of parameters, and flat buckets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANKS = 4
 
 
 def graph_of(function: Any, *args: Any) -> fx.GraphModule:
-    """What AOTAutograd makes of the function."""
+    """Return the forward graph that AOTAutograd traces of the function."""
     recorder = Recorder()
     with torch.no_grad():
         torch.compile(function, backend=recorder, fullgraph=True)(*args)
@@ -51,7 +51,7 @@ def layer() -> fx.GraphModule:
 
 
 def two_layers(x: Tensor, shards: list[Tensor], params: list[Tensor], name: str) -> Tensor:
-    """The same layer twice, each time gathered anew."""
+    """Apply the same layer twice, gathered each time."""
     for _ in range(2):
         for param, flat in zip(params, gather(shards, name, RANKS, 0), strict=True):
             fill(param, flat)
@@ -61,7 +61,7 @@ def two_layers(x: Tensor, shards: list[Tensor], params: list[Tensor], name: str)
     return x
 
 
-def test_a_layer_reads_what_was_gathered_without_copies_or_storage():
+def test_a_layer_reads_gathered_tensors_without_copies_or_resized_storage():
     module = layer()
     assert FLAT & set(ops(module)), "nothing was captured"
     assert clean_up(module)
@@ -69,12 +69,14 @@ def test_a_layer_reads_what_was_gathered_without_copies_or_storage():
     assert not FLAT & set(ops(module))
     assert all(not node.users for node in module.graph.find_nodes(op="placeholder") if node.meta["val"].shape == (4, 6))
     starts = [node for node in module.graph.nodes if "all_gather" in str(node.target)]
-    assert [node.args[0].target for node in starts] == [torch.ops.aten.view.default] * 2  # of the shards; once for both
+    assert [node.args[0].target for node in starts] == [
+        torch.ops.aten.view.default
+    ] * 2  # one gather per shard, shared by both uses of the layer
     assert len({label_of(node).group for node in starts}) == 1, "one unit for the bucket pass"
     assert clean_up(module) == 0
 
 
-def test_gradients_are_scattered_where_they_lie_and_uneven_ones_padded():
+def test_gradients_are_reduced_without_copies_and_uneven_ones_are_padded():
     module = graph_of(reduce, [torch.randn(8, 6), torch.randn(5, 4)], [2, 2], group(), group(), RANKS)
     assert clean_up(module)
     canonicalize(module)
@@ -91,7 +93,7 @@ def test_gradients_are_scattered_where_they_lie_and_uneven_ones_padded():
     [lambda flat: flat.sum(), lambda flat: torch.as_strided(flat, (2, 4), (4, 1), 0)],
     ids=["whole", "across two gradients"],
 )
-def test_a_reduction_that_is_not_only_read_gradient_by_gradient_stays_whole(read):
+def test_a_flat_reduction_is_not_divided_if_more_than_single_gradients_are_read(read):
     def reduced_once(grads: list[Tensor], name: str) -> tuple[Tensor, Tensor]:
         flat = torch.empty(32)
         torch.ops.fsdp.chunk_cat(grads, 0, RANKS, out=flat.view(RANKS, -1))
@@ -106,7 +108,7 @@ def test_a_reduction_that_is_not_only_read_gradient_by_gradient_stays_whole(read
     assert ops(module).count("cat") == 1
 
 
-def test_a_reduction_beside_a_bucket_is_left_alone():
+def test_a_reduction_outside_of_a_bucket_is_unchanged():
     def both(grads: list[Tensor], other: Tensor, name: str) -> tuple[Tensor, ...]:
         alone = fsdp2_ops._c10d.wait_tensor(fsdp2_ops._c10d.reduce_scatter_tensor(other, "sum", RANKS, name))
         return *reduce(grads, [1, 1], name, name, RANKS), alone
@@ -118,7 +120,7 @@ def test_a_reduction_beside_a_bucket_is_left_alone():
     assert sum(each.op == "placeholder" and each.meta["val"].shape == (8, 3) for each in scattered) == 1
 
 
-def test_pieces_along_another_dim_are_copied_as_they_are():
+def test_split_copies_along_another_dim_equal_eager():
     def rows(x: Tensor) -> list[Tensor]:
         outs = [torch.empty(count, 3) for count in (1, 3)]
         torch.ops.fsdp.split_with_sizes_copy(x, [1, 3], dim=0, out=outs)
@@ -185,7 +187,7 @@ def filled_with_other_numbers(x: Tensor, param: Tensor, value: Tensor) -> Tensor
 def filled_from_the_side(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
     param.untyped_storage().resize_(param.numel() * param.element_size())
     torch.ops.fsdp.copy_(param, value.t().contiguous().t())
-    y = x @ param + torch.as_strided(param, (6,), (1,))  # the first six in memory
+    y = x @ param + torch.as_strided(param, (6,), (1,))  # the first six elements in memory
     empty(param)
     return y
 
@@ -200,7 +202,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("function", ODD, ids=lambda function: function.__name__)
-def test_odd_storage_is_left_alone_with_a_warning_and_still_right(function):
+def test_unexpected_resizes_stay_with_a_warning_and_equal_eager(function):
     x, value = torch.randn(3, 4), torch.randn(4, 6)
     want_param, got_param = without_storage(4, 6), without_storage(4, 6)
     with torch.no_grad():
@@ -233,7 +235,7 @@ def test_a_write_into_an_unsharded_parameter_is_an_error_that_says_where():
         clean_up(module)
 
 
-def test_both_directions_match_fsdp2s_ops_on_real_ranks():
+def test_forward_and_backward_equal_fsdp2s_ops_on_real_ranks():
     for seen in values_on_ranks(fsdp2_ops.case, 2):
         assert seen["forward"] <= 1e-5
         assert seen["reduced"] <= 1e-5

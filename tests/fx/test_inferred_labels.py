@@ -1,4 +1,4 @@
-"""FSDP that a user wrote with DTensors has the labels that `fully_shard` writes, and no other collective has."""
+"""Collectives of FSDP written with DTensors get the labels that `fully_shard` writes; other collectives get none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
 
 
 def step_of(model: nn.Module, length: int = 5) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Canonical forward and backward."""
+    """Return the canonical forward and backward graphs."""
     recorder = Recorder()
     torch.compile(model, backend=recorder, fullgraph=True)(*batch(4, length)).backward()
     for module in (recorder.forward[0], recorder.backward[0]):
@@ -37,7 +37,7 @@ def units(module: fx.GraphModule) -> list[str]:
     return [each.comm.unit for each in find_collectives(module.graph)]
 
 
-def test_parameters_get_the_block_that_they_belong_to():
+def test_collectives_of_parameters_are_labelled_with_their_block():
     forward, backward = sharded_step()
     assert units(forward) == [""] * 14
     assert infer_labels(forward.graph) == infer_labels(backward.graph) == 14
@@ -47,7 +47,7 @@ def test_parameters_get_the_block_that_they_belong_to():
     assert infer_labels(forward.graph) == 0
 
 
-def test_small_parameters_are_packed_as_those_of_fully_shard_are():
+def test_small_parameters_are_packed_once_they_have_labels():
     forward, backward = sharded_step()
     costs = CopyCosts(tensor_ns=1e6, kernel_ns=1.0, byte_ns=1.0)
     assert pack(forward, costs) == pack(backward, costs) == 0
@@ -57,7 +57,7 @@ def test_small_parameters_are_packed_as_those_of_fully_shard_are():
         module.graph.lint()
 
 
-def test_collectives_of_activations_get_none():
+def test_collectives_of_activations_get_no_label():
     model = Tiny()
     tensor_parallel(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
     forward, backward = step_of(model, length=8)
@@ -65,7 +65,7 @@ def test_collectives_of_activations_get_none():
     assert infer_labels(forward.graph) == infer_labels(backward.graph) == 0
 
 
-def test_what_computes_on_the_way_is_not_a_parameters_chain():
+def test_a_collective_with_compute_on_both_sides_gets_no_label():
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     ops = torch.ops._c10d_functional
@@ -79,7 +79,7 @@ def test_what_computes_on_the_way_is_not_a_parameters_chain():
     assert not any(label_of(node) for node in graph.nodes)
 
 
-def test_chains_without_a_module_share_one_group():
+def test_parameters_without_a_module_share_one_group():
     graph = fx.Graph()
     x = graph.placeholder("x")
     ops = torch.ops._c10d_functional
@@ -89,7 +89,7 @@ def test_chains_without_a_module_share_one_group():
     graph.output(tuple(graph.call_function(ops.wait_tensor.default, (each,)) for each in (gathered, named)))
     assert infer_labels(graph) == 2
     assert [label_of(each).group for each in (gathered, named)] == ["parameters", "layers.3"]  # type: ignore[union-attr]
-    assert module_path(named) == "layers.3.attention.wq"  # what was there stays
+    assert module_path(named) == "layers.3.attention.wq"  # unchanged
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small tensors through one flat one: which, and that the numbers stay."""
+"""Small tensors of a module are packed into one flat tensor if copies cost less than more tensors in a collective."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.parallel.tiny import Recorder, Tiny, batch, ops
 
 pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
 
-# A tensor more costs 5 us and a kernel 2 us: below 300 bytes of shard (of four) copying wins.
+# Each further tensor costs 5 us and a kernel 2 us: copies are cheaper below 300 bytes of a shard (of four).
 COSTS = CopyCosts(tensor_ns=5000, kernel_ns=2000, byte_ns=1.0)
 
 
 def step_of(model: nn.Module, **how: object) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Canonical forward and backward of the model, sharded over four ranks."""
+    """Return the canonical forward and backward of the model sharded over four ranks."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     for layer in model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh, **how)
@@ -35,23 +35,23 @@ def step_of(model: nn.Module, **how: object) -> tuple[fx.GraphModule, fx.GraphMo
 
 
 def moved(module: fx.GraphModule, kind: str, unit: str) -> list[int]:
-    """Bytes of the collectives of a module, in order."""
+    """Return the bytes of a module's collectives of one kind, in order."""
     found = find_collectives(module.graph)
     return [each.comm.bytes for each in found if each.comm.collective == kind and each.comm.unit == unit]
 
 
-def test_a_modules_small_gathers_become_one_where_the_first_was():
+def test_small_gathers_of_a_module_become_one_at_the_position_of_the_first():
     forward, _ = step_of(Tiny(layers=1, hidden=64, dim=16), param_dtype=torch.bfloat16)
     sizes = {"norm": 2 * 16, "up bias": 2 * 64, "matrix": 2 * 16 * 64}
     before = moved(forward, "all_gather", "layers.0")
     assert sorted(before) == sorted([sizes["norm"]] * 2 + [sizes["up bias"]] + [sizes["matrix"]] * 2)
-    assert pack(forward, COSTS) == 3  # the norm's two and a bias; the last norm's two alone do not pay
+    assert pack(forward, COSTS) == 3  # the norm's two and a bias; packing only the last norm's two saves no time
     assert moved(forward, "all_gather", "layers.0") == [2 * sizes["norm"] + sizes["up bias"], *[sizes["matrix"]] * 2]
     assert find_collectives(forward.graph)[1].label.param == "layers.0.norm.weight+2"
     assert pack(forward, COSTS) == 0
 
 
-def test_small_gradients_are_reduced_as_one_and_divided_apart():
+def test_small_gradients_are_reduced_as_one_tensor_and_divided_separately():
     _, backward = step_of(Tiny(layers=1, hidden=64, dim=16))
     before = ops(backward).count("div")
     assert pack(backward, COSTS)
@@ -60,7 +60,7 @@ def test_small_gradients_are_reduced_as_one_and_divided_apart():
     backward.graph.lint()
 
 
-def test_replicas_pads_and_casts_go_along():
+def test_tensors_with_replicas_padding_and_casts_are_packed():
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -86,11 +86,11 @@ def test_replicas_pads_and_casts_go_along():
     [
         CopyCosts(0, 2000, 0.5),  # not measured
         CopyCosts(5000, 2000, 100),  # copies are slow
-        CopyCosts(2500, 2000, 0.5),  # what is saved does not pay for the flat one
+        CopyCosts(2500, 2000, 0.5),  # the saved tensors cost less than the copies
     ],
     ids=["unknown", "slow copies", "little to save"],
 )
-def test_what_does_not_pay_is_left_alone(costs):
+def test_graphs_are_unchanged_if_packing_saves_no_time(costs):
     for module in step_of(Tiny(layers=1)):
         before = str(module.graph)
         assert pack(module, costs) == 0

@@ -1,4 +1,4 @@
-"""What the partitioner saves and repeats, apart from sharded parameters (tests/parallel/test_fsdp_graph.py)."""
+"""What the partitioner saves and recomputes; for sharded parameters see tests/parallel/test_fsdp_graph.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.parallel.tiny import Recorder, ops
 
 
 class Gathering(nn.Module):
-    """Two matmuls around a gather of activations, which is nobody's parameter."""
+    """Two matmuls around an all-gather of activations (not of a parameter)."""
 
     def __init__(self, group: str, ac: bool = False) -> None:
         super().__init__()
@@ -33,20 +33,20 @@ def graphs(model: nn.Module, *inputs: Tensor, **how) -> tuple[list[str], list[st
     return ops(recorder.forward[0]), ops(recorder.backward[0])
 
 
-def test_other_collectives_and_matmuls_are_not_repeated(world):
+def test_collectives_of_activations_and_matmuls_are_not_recomputed(world):
     forward, backward = graphs(Gathering(world), torch.ones(2, 4))
     assert forward.count("all_gather_into_tensor") == 1
     assert "all_gather_into_tensor" not in backward
     assert backward.count("mm") == 3  # gradients of b, of its input, of a
 
 
-def test_under_the_user_s_checkpoint_they_are(world):
+def test_a_users_checkpoint_recomputes_collectives_and_matmuls(world):
     _, backward = graphs(Gathering(world, ac=True), torch.ones(2, 4))
     assert backward.count("all_gather_into_tensor") == 1
     assert backward.count("mm") == 3 + 2
 
 
-def test_without_collectives_it_is_torch_s_own_partition():
+def test_without_collectives_the_partition_is_torchs_own():
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1), nn.Flatten(0))
     loss = nn.Sequential(model, nn.Softmax(0))
     wrapped = Summed(loss)

@@ -1,4 +1,4 @@
-"""What backward computes again rather than forward saving it in float32."""
+"""Values that backward recomputes so that forward need not save them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention_weights(scores: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [cross_entropy, attention_weights])
-def test_rows_are_computed_again_from_low_precision(function: Callable[[Tensor], Tensor]) -> None:
+def test_float32_rows_are_recomputed_from_bfloat16(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 160).bfloat16().requires_grad_()
     reference = x.detach().double().requires_grad_()
@@ -43,8 +43,8 @@ def test_rows_are_computed_again_from_low_precision(function: Callable[[Tensor],
     torch.testing.assert_close(x.grad.double(), reference.grad, rtol=1e-2, atol=1e-4)
 
 
-def test_every_other_sum_of_gated_residuals_is_computed_again() -> None:
-    """Backward reads the products for the gates' gradients, and gets a sum from the one before it."""
+def test_every_other_sum_of_gated_residuals_is_recomputed() -> None:
+    """Backward needs the products for the gates' gradients; it recomputes a sum from the previous sum and a product."""
     torch.manual_seed(0)
     width = 32
     weights = [torch.randn(width, width).div(width**0.5).requires_grad_() for _ in range(4)]
@@ -66,8 +66,8 @@ def test_every_other_sum_of_gated_residuals_is_computed_again() -> None:
     torch.testing.assert_close([each.grad for each in inputs], list(wanted))
 
 
-def test_what_is_saved_shares_no_memory() -> None:
-    """Of three views the tensor is saved once, so that a plan does not count its memory three times."""
+def test_saved_tensors_share_no_memory() -> None:
+    """A tensor of which backward reads three views is saved once, so that plans do not count its memory three times."""
     product = torch.nn.Linear(16, 48)
     saved: list[Tensor] = []
 
@@ -82,8 +82,8 @@ def test_what_is_saved_shares_no_memory() -> None:
     assert len(set(memories)) == len(memories)
 
 
-def test_the_halves_of_a_sum_are_taken_again_from_what_was_added() -> None:
-    """What forward saves is its inputs: the sum would be as large, and forward would write it."""
+def test_halves_of_a_sum_are_recomputed_from_the_summands() -> None:
+    """Forward saves only its inputs: the sum would be as large, and forward would have to store it."""
     product, bias = torch.randn(8, 64, requires_grad=True), torch.randn(64, requires_grad=True)
     saved: list[Tensor] = []
 

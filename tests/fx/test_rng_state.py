@@ -1,4 +1,4 @@
-"""Operators under a checkpoint that draw random numbers, or only seem to."""
+"""Operators under a checkpoint that draw random numbers, or that torch traces as if they did."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def two_blocks(x, w):
     return checkpoint(block, checkpoint(block, x, w, use_reentrant=False), w, use_reentrant=False).square().sum()
 
 
-def test_checkpointed_attention_is_computed_again_in_backward():
+def test_checkpointed_attention_is_recomputed_without_random_state():
     torch.manual_seed(0)
     x, w = torch.randn(8, 64), torch.randn(64, 64).mul_(0.1)
     results = []
@@ -42,7 +42,7 @@ def dropped(x, w):
     return F.dropout(torch.relu(x @ w), 0.5)
 
 
-def test_a_checkpoint_repeats_the_numbers_that_torch_draws():
+def test_a_checkpoint_draws_eagers_random_numbers_again():
     x, w = (torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True))
 
     def function(x, w):
@@ -59,7 +59,7 @@ def test_a_checkpoint_repeats_the_numbers_that_torch_draws():
 
 
 @pytest.mark.parametrize("wrapper", ["python", "fx"])
-def test_an_operator_is_called_within_a_checkpoint_and_outside_of_it(wrapper):
+def test_dropout_inside_and_outside_of_a_checkpoint_equals_eager(wrapper):
     def function(x):
         inside = checkpoint(lambda q: F.dropout(q, 0.5) * q, x, use_reentrant=False)
         return (inside + F.dropout(x, 0.4)).square().sum()

@@ -1,4 +1,4 @@
-"""Graphs traced with a size that only the data knows run as they stand."""
+"""Graphs in which torch traced a data-dependent size as a number run op by op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def picked(size: int) -> fx.GraphModule:
-    """`x[:, unique(index)].sum()`, traced as if there were `size` distinct indices, as torch 2.11 does."""
+    """Return the graph of `x[:, unique(index)].sum()` traced for `size` distinct indices, as torch 2.11 traces it."""
     graph = fx.Graph()
     with FakeTensorMode():
         x, index = graph.placeholder("x"), graph.placeholder("index")
@@ -36,7 +36,7 @@ def picked(size: int) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def test_it_runs_op_by_op_and_says_so():
+def test_a_graph_with_a_guessed_size_runs_op_by_op_with_a_warning():
     torch._dynamo.utils.counters.clear()
     gm = picked(1)
     assert guessed_size(gm.graph).target is aten._unique.default
@@ -47,7 +47,7 @@ def test_it_runs_op_by_op_and_says_so():
     assert counted("graphs_as_they_stand") == 1
 
 
-def test_known_sizes_are_no_guess():
+def test_sizes_that_follow_from_inputs_are_not_guessed():
     graph = fx.Graph()
     with FakeTensorMode():
         x, index = graph.placeholder("x"), graph.placeholder("index")
@@ -60,7 +60,7 @@ def test_known_sizes_are_no_guess():
     assert guessed_size(graph) is None
 
 
-def test_a_symbol_that_was_settled_since_is_a_guess_too():
+def test_an_unbacked_size_that_was_later_specialized_is_guessed():
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
         graph = fx.Graph()

@@ -1,4 +1,4 @@
-"""Modules by the names that users know."""
+"""Dynamo's paths of modules become the names that users know."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ from overlapc.fx.source import clean_module
         ("list(dict.values(list(dict.values(L['fn']._modules))[2]._modules))[0].norm", "2.0.norm"),
     ],
 )
-def test_paths_of_dynamo_are_names_of_modules(path, name):
+def test_dynamos_paths_become_names_of_modules(path, name):
     assert clean_module(path) == name

@@ -1,4 +1,4 @@
-"""`topk` of long rows by groups: eager's elements and places, whatever the row holds, and less to search."""
+"""`topk` of long rows by groups returns eager's elements and indices for any content, and searches fewer elements."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LENGTH = 2 * LONG_ROW
 
 
 def shuffled(*size: int) -> Tensor:
-    """Rows in which no two elements are equal: the order of such is open."""
+    """Return rows without equal elements, whose order would be undefined."""
     return torch.stack([torch.randperm(size[-1]) for _ in range(math.prod(size[:-1]))]).view(size).float() - 100
 
 
 def same_choice(x: Tensor, k: int, largest: bool = True) -> None:
-    """Values as eager has them; places where they are, each once."""
+    """Assert that values equal eager's, and that indices are distinct and lead to these values."""
     values, places = topk_of_groups(x, k, -1, largest)
     torch.testing.assert_close(values, x.topk(k, -1, largest).values, equal_nan=True)
     torch.testing.assert_close(values, x.gather(-1, places), equal_nan=True)
@@ -32,7 +32,7 @@ def same_choice(x: Tensor, k: int, largest: bool = True) -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 3), st.integers(1, 60), st.sampled_from([16, 48, 64, 8 * 25]), st.booleans(), st.booleans())
-def test_any_length_and_count(rows: int, k: int, step: int, largest: bool, ties: bool) -> None:
+def test_any_length_and_count_equal_eager(rows: int, k: int, step: int, largest: bool, ties: bool) -> None:
     length = -(-4 * LONG_ROW // step) * step
     if group_of(torch.empty(rows, length), k, -1) is None:
         return
@@ -41,14 +41,14 @@ def test_any_length_and_count(rows: int, k: int, step: int, largest: bool, ties:
 
 
 @pytest.mark.parametrize("filled", [math.inf, -math.inf, math.nan])
-def test_infinities_and_nan(filled: float) -> None:
+def test_rows_with_infinities_and_nans_equal_eager(filled: float) -> None:
     x = shuffled(2, LENGTH)
     x[0, 5:3000] = filled
     x[1] = filled
     same_choice(x, 9)
 
 
-def test_through_torch_compile_with_gradients() -> None:
+def test_compiled_topk_and_its_gradients_equal_eager() -> None:
     x = shuffled(2, 3, LENGTH).requires_grad_()
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,10 +65,10 @@ def test_through_torch_compile_with_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("largest", [True, False])
-def test_a_missing_number_hides_none_of_its_group(dtype: torch.dtype, largest: bool) -> None:
+def test_a_nan_does_not_hide_other_elements_of_its_group(dtype: torch.dtype, largest: bool) -> None:
     x = torch.full((3, LENGTH), math.inf if largest else -math.inf, dtype=dtype)
     x[0] = math.nan
-    x[0, 1:9] = torch.arange(8.0)  # each in a group with missing ones, and no other number
+    x[0, 1:9] = torch.arange(8.0)  # the only numbers, in groups with NaNs
     x[1] = -x[1]
     x[1, :200] = math.nan
     x[2] = torch.arange(LENGTH) % 100
@@ -76,7 +76,7 @@ def test_a_missing_number_hides_none_of_its_group(dtype: torch.dtype, largest: b
     same_choice(x, 12, largest)
 
 
-def test_no_search_is_over_more_than_a_sixteenth_of_the_row() -> None:
+def test_searches_are_over_less_than_a_sixteenth_of_the_row() -> None:
     graph = make_fx(lambda x: topk_of_groups(x, 50), tracing_mode="fake")(torch.empty(4, 128256)).graph
     searched = [
         node.args[0].meta["val"].shape[-1] for node in graph.nodes if node.target is torch.ops.aten.topk.default
@@ -87,12 +87,12 @@ def test_no_search_is_over_more_than_a_sixteenth_of_the_row() -> None:
 @pytest.mark.parametrize(
     ("x", "k", "dim"),
     [
-        (torch.empty(3, LONG_ROW - 16), 4, -1),  # short
+        (torch.empty(3, LONG_ROW - 16), 4, -1),  # short rows
         (torch.empty(LENGTH, 3), 4, 0),  # not along the last dim
-        (torch.empty(3, LENGTH + 1), 4, -1),  # in no groups of one size
-        (torch.empty(3, LENGTH), 2000, -1),  # as much to search as before
+        (torch.empty(3, LENGTH + 1), 4, -1),  # not divisible into groups of equal size
+        (torch.empty(3, LENGTH), 2000, -1),  # would search as many elements as without groups
         (torch.tensor(1.0), 1, -1),
     ],
 )
-def test_what_would_not_pay_is_left_alone(x: Tensor, k: int, dim: int) -> None:
+def test_topk_that_groups_would_not_make_faster_is_not_decomposed(x: Tensor, k: int, dim: int) -> None:
     assert topk_of_groups(x, k, dim) is NotImplemented

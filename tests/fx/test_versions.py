@@ -1,4 +1,4 @@
-"""Version checks."""
+"""The check of torch's version."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def test_this_torch_is_supported():
 @pytest.mark.parametrize(
     ("version", "pair"), [("2.11.0+cu130", (2, 11)), ("2.13.2", (2, 13)), ("2.12.0a0+git1", (2, 12))]
 )
-def test_versions_in_range(version, pair):
+def test_versions_in_range_are_parsed(version, pair):
     assert check_torch_version(version) == pair
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0.0", "1.13.1", "nightly"])
-def test_versions_out_of_range_say_what_is_needed(version):
+def test_versions_out_of_range_raise_with_the_supported_range(version):
     with pytest.raises(ConfigError) as error:
         check_torch_version(version)
     assert str(error.value) == f"torch {version} is not supported: overlapc needs torch>=2.11,<2.14"

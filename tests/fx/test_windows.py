@@ -1,4 +1,4 @@
-"""Attention within a window, a piece of the sequence at a time, equals attention with the window as a mask."""
+"""Attention within a window, computed for one piece of the sequence at a time, equals attention with a mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH = 4 * SHORTEST_PIECE
 
 
 def inputs(heads: int = 2, width: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """As models have them: heads before tokens, tokens before heads in memory."""
+    """Return query, key and value as models pass them: (batch, heads, tokens, width), with tokens first in memory."""
     torch.manual_seed(0)
     made = (torch.randn(2, LENGTH, heads, width, dtype=dtype).transpose(1, 2) for _ in range(3))
     return [each.requires_grad_() for each in made]
@@ -39,7 +39,7 @@ def same(one: Tensor, other: Tensor, leaves: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(100, 0), (SHORTEST_PIECE, 0), (0, 64), (64, 64), (1, 128)])
-def test_pieces_equal_a_mask_forward_and_backward(before: int, after: int) -> None:
+def test_attention_by_pieces_equals_masked_attention_forward_and_backward(before: int, after: int) -> None:
     leaves = inputs()
     piece = SHORTEST_PIECE
     made = windowed_attention(*leaves, before, after, piece=piece, scale=0.3)
@@ -47,15 +47,15 @@ def test_pieces_equal_a_mask_forward_and_backward(before: int, after: int) -> No
     assert made.transpose(1, 2).is_contiguous()
 
 
-def test_a_piece_divides_the_length_and_spares_half_of_the_scores() -> None:
+def test_a_piece_divides_the_length_and_saves_half_of_the_scores() -> None:
     assert Window(511, 0).piece(4096) == 512
     assert Window(64, 64).piece(2048) == 128
-    assert Window(300, 0).piece(4 * 320) is None  # 384 does not divide it, 640 spares nothing
+    assert Window(300, 0).piece(4 * 320) is None  # 384 does not divide the length, 640 saves nothing
     assert Window(1023, 0).piece(2048) is None
     assert Window(2, 0).piece(16) is None
 
 
-def test_which_conditions_are_windows() -> None:
+def test_only_a_constant_lower_bound_below_the_diagonal_makes_a_window() -> None:
     i, j = (sympy.Symbol(name, integer=True, nonnegative=True) for name in "ij")
     causal, near = NotNegative(i - j), NotNegative(j - i + 7)
     assert window_of(AllOf(frozenset((causal, near))), i, j) == Window(7, 0)
@@ -73,7 +73,7 @@ def test_which_conditions_are_windows() -> None:
         assert window_of(other, i, j) is None
 
 
-def test_a_step_takes_pieces_and_the_report_says_so(tmp_path: Path) -> None:
+def test_a_step_computes_a_window_by_pieces_and_the_report_says_so(tmp_path: Path) -> None:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         at = torch.arange(query.shape[-2])
         mask = (at[:, None] >= at) & (at[:, None] - at < 100)
