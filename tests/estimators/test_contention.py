@@ -1,3 +1,5 @@
+"""How much collectives slow compute and each other while they overlap."""
+
 import pytest
 
 from overlapc.estimators.contention import (
@@ -35,7 +37,7 @@ def moved(size):
     ("rows", "columns", "measured"),
     [(4096, 1024, 1.98), (4096, 4096, 1.51), (4096, 14336, 1.44)],  # benchmarks/contention.py on 4 H200s, 729a013
 )
-def test_matmuls_need_more_waves_beside_a_collective(rows, columns, measured):
+def test_matmuls_take_more_waves_beside_a_collective_as_measured(rows, columns, measured):
     assert compute_stretch(matmul(rows, columns), [traffic()], H200) == pytest.approx(measured, abs=0.13)
 
 
@@ -43,7 +45,7 @@ def test_a_matmul_that_needs_few_multiprocessors_is_not_slowed():
     assert compute_stretch(matmul(512, 1024), [traffic()], H200) == 1.0
 
 
-def test_without_known_multiprocessors_a_matmul_is_slowed_by_the_factor():
+def test_without_a_number_of_multiprocessors_a_matmul_is_slowed_by_the_factor():
     profile = DeviceProfile("d", slowdowns={"other": Slowdown(1.3, 1.1)})
     assert compute_stretch(matmul(4096, 4096), [traffic(profile=profile)], profile) == 1.3
     assert compute_stretch(Contender(ComputeKind.ATTENTION), [traffic(profile=profile)], profile) == 1.1
@@ -64,8 +66,8 @@ POINTS = DeviceProfile(
     ("rows", "columns", "times"),
     [(4096, 1024, 2.0), (4096, 2048, 1.75), (4096, 4096, 1.5), (8192, 14336, 1.5), (512, 1024, 1.0), (2048, 1024, 2.0)],
 )
-def test_measured_matmuls_stand_for_those_of_as_many_waves(rows, columns, times):
-    """Between two numbers of waves it changes with their logarithm; small tiles fill the device where large do not."""
+def test_matmuls_are_slowed_as_measured_for_their_number_of_waves(rows, columns, times):
+    """Slowdowns are interpolated by the logarithm of the waves; small tiles fill the device where large ones do not."""
     assert compute_stretch(matmul(rows, columns), [traffic(profile=POINTS)], POINTS) == pytest.approx(times)
 
 
@@ -80,7 +82,7 @@ def test_two_collectives_take_multiprocessors_from_a_matmul_each():
     assert compute_stretch(matmul(4096, 4096), [one, one], POINTS) == pytest.approx(2.0)
 
 
-def test_thrifty_collectives_slow_less():
+def test_collectives_on_fewer_channels_slow_matmuls_less():
     slow = [
         compute_stretch(matmul(8192, 14336), [traffic(GATHER.replace(" dtype", f" channels={n} dtype"))], H200)
         for n in (0, 16, 8)
@@ -88,7 +90,7 @@ def test_thrifty_collectives_slow_less():
     assert slow[0] > slow[1] > slow[2] > 1
 
 
-def test_groups_share_the_links_they_cross_and_only_those():
+def test_groups_share_only_the_links_that_both_cross():
     profile = DeviceProfile("d", host_link=Link(1e9, 0.0), network_link=Link(1e9, 0.0), ranks_per_host=4)
 
     def step_ns(second, dp="0-3"):
@@ -98,14 +100,14 @@ def test_groups_share_the_links_they_cross_and_only_those():
             profile,
         ).step_ns  # fmt: skip
 
-    assert step_ns("@dp(4) ranks=0-3") == 1500  # one queue: one after the other
+    assert step_ns("@dp(4) ranks=0-3") == 1500  # one queue runs them one after the other
     assert step_ns("@tp(4) ranks=0-3") == pytest.approx(1500)  # side by side at half the speed
     assert step_ns("@far(4) ranks=0,4,8,12") == 750  # over the network
     assert step_ns("@far(4) ranks=0,4,8,12", dp="0,4,8,12") == pytest.approx(1500)
 
 
-def test_small_messages_leave_room_on_a_link():
-    """Half of their time is latency: two of them fit."""
+def test_small_messages_do_not_fill_a_link():
+    """Half of the time of a small message is latency, so that two of them fit on a link."""
     profile = DeviceProfile("d", host_link=Link(1e9, 0.0), ranks_per_host=4)
     both = [traffic(f"g = all_gather(p) @dp(4) : {size}B 2000ns", profile) for size in (1000, 1000)]
     assert collective_stretches(None, both, profile) == [1.0, 1.0]
@@ -113,20 +115,20 @@ def test_small_messages_leave_room_on_a_link():
     assert collective_stretches(None, both, profile) == [1.5, 1.5]
 
 
-def test_a_collective_that_comes_with_a_kernel_begins_with_its_last_wave():
+def test_a_collective_launched_with_a_kernel_begins_when_the_kernel_ends():
     timeline = simulate(
         parse("g = all_gather(p) @dp : 0B 30ns; a = kernel(x) : 0B 20ns; b = kernel(a) : 0B 20ns; w = wait(g)"), WAITING
     )
     assert timeline.span("a") == (0, 20)  # alone
     assert timeline.span("g")[0] == 20
-    assert timeline.span("b") == (20, 55)  # beside it until 50, at half the speed
+    assert timeline.span("b") == (20, 55)  # overlapped until 50, at half the speed
     assert timeline.step_ns == 55
 
 
-def test_a_collective_behind_another_begins_between_kernels():
+def test_a_collective_queued_after_another_begins_between_kernels():
     text = "g = all_gather(p) @dp : 0B 5ns; h = all_gather(q) @dp : 0B 5ns; a = kernel(x) : 0B 20ns"
     timeline = simulate(parse(text + "; b = kernel(a) : 0B 20ns; w = wait(h)"), WAITING)
-    assert [timeline.span(name)[0] for name in "gh"] == [20, 42.5]  # g ends within b, which h then waits for
+    assert [timeline.span(name)[0] for name in "gh"] == [20, 42.5]  # g ends during b, and h begins after b
     assert simulate(parse(text + "; w = wait(h)"), WAITING).span("h") == (25, 30)
 
 

@@ -1,3 +1,5 @@
+"""Estimates of compute and collectives from a device profile, and the profiles themselves."""
+
 import json
 from dataclasses import replace
 
@@ -27,14 +29,16 @@ def kernel(work, kind=Kind.EXTERN):
     return Node("k", kind, "k", work=work)
 
 
-def test_the_slower_of_arithmetic_and_memory():
+def test_the_roofline_is_the_slower_of_arithmetic_and_memory():
     roofline = Roofline(DeviceProfile("d", {"bf16": 1e12, "vector": 1e11}, 1e9))
     assert roofline.estimate(kernel(Work(10**9, 500, 500, "bf16"))) == Estimate(1e6, "roofline d")
     assert roofline.estimate(kernel(Work(10**9, 3 * 10**6, 10**6, "torch.bfloat16"))).ns == 4e6
-    assert roofline.estimate(kernel(Work(10**9, 0, 0, "bf16"), Kind.KERNEL)).ns == 1e7  # not on tensor cores
+    assert (
+        roofline.estimate(kernel(Work(10**9, 0, 0, "bf16"), Kind.KERNEL)).ns == 1e7
+    )  # generated kernels do not use tensor cores
 
 
-def test_unknown_work_is_not_free():
+def test_unknown_work_has_no_estimate():
     roofline = Roofline(DeviceProfile("d", {"bf16": 1e12}, 1e9, kernel_floor_ns=5.0))
     assert roofline.estimate(kernel(None)) is None
     assert roofline.estimate(kernel(Work(5, 0, 0, "int4"))) is None
@@ -42,7 +46,7 @@ def test_unknown_work_is_not_free():
     assert roofline.estimate(kernel(Work())).ns == 5.0
 
 
-def test_matmuls_of_the_measured_machine():
+def test_a_matmul_is_estimated_as_measured_on_an_h200():
     """Under the load of a training step, 4096x4096x14336 in bf16 took 716 us (benchmarks/clock.py on an H200)."""
     flops = 2 * 4096 * 4096 * 14336
     assert Roofline(H200).estimate(kernel(Work(flops, dtype="bf16"))).ns == pytest.approx(716e3, rel=0.02)
@@ -61,14 +65,14 @@ def test_work_is_priced_at_the_rate_that_its_size_achieves():
         return roofline.estimate(Node("n", Kind.EXTERN, op, work=Work(flops, dtype="bfloat16"))).ns
 
     assert [ns(flops, "mm") for flops in (10, 100, 10_000, 10**6)] == pytest.approx([10, 100, 10_000 / 3, 10**6 / 3])
-    assert ns(1000, "mm") == pytest.approx(1000 / 2)  # half way between, by the logarithm
+    assert ns(1000, "mm") == pytest.approx(1000 / 2)  # half way between the points, by the logarithm
     assert ns(1000, "_scaled_dot_product_flash_attention_backward") == pytest.approx(2000)
-    assert ns(1000, "_scaled_dot_product_flash_attention") == pytest.approx(1000 / 9)  # no curve: the one rate
+    assert ns(1000, "_scaled_dot_product_flash_attention") == pytest.approx(1000 / 9)  # no curve: the peak rate
     assert roofline.estimate(kernel(Work(0, 300, 100), Kind.KERNEL)).ns == pytest.approx(100)
-    assert roofline.estimate(kernel(Work(0, 300, 100), Kind.EXTERN)).ns == pytest.approx(200)  # not one of ours
+    assert roofline.estimate(kernel(Work(0, 300, 100), Kind.EXTERN)).ns == pytest.approx(200)  # not a generated kernel
 
 
-def test_generated_kernels_by_size_and_form():
+def test_generated_kernels_are_estimated_by_size_and_form():
     curves = {"generated": ((1000, 1e9), (3000, 2e9)), "generated.rows": ((1000, 5e8),)}
     roofline = Roofline(DeviceProfile("d", memory_bytes_per_s=9e9, curves=curves))
 
@@ -77,7 +81,7 @@ def test_generated_kernels_by_size_and_form():
 
     assert [ns(size) for size in (10, 1000, 2000, 3000, 6000)] == pytest.approx([1000, 1000, 1250, 1500, 3000])
     assert ns(1000, "rows") == pytest.approx(2000)
-    assert ns(1000, "columns") == pytest.approx(1000)  # not measured: as element-wise ones
+    assert ns(1000, "columns") == pytest.approx(1000)  # not measured: the curve of element-wise kernels
 
 
 def test_a_table_of_the_dtype_is_preferred():
@@ -89,13 +93,13 @@ def test_a_table_of_the_dtype_is_preferred():
 
 
 @pytest.mark.parametrize("name", ["a100", "b200"])
-def test_datasheet_profiles_say_that_nothing_was_measured_there(name):
+def test_datasheet_profiles_say_that_they_were_not_measured(name):
     profile = load_profile(name)
     assert "not measured" in profile.origins[""]
     assert AnalyticCollectives(profile).estimate(collective("all_gather", 256 * MIB)).ns > 0
 
 
-def test_tables_come_first_and_interpolate():
+def test_tables_are_interpolated_and_precede_the_analytic_model():
     chain = FirstKnown((MeasuredCollectives(H200), AnalyticCollectives(H200)))
     points = dict(H200.table("all_gather", 4, "bf16").points)
     between = (points[64 * MIB] + points[256 * MIB]) / 2
@@ -105,7 +109,7 @@ def test_tables_come_first_and_interpolate():
     assert chain.estimate(collective("all_gather", 256 * MIB, members=(0, 8, 16, 24))).source.startswith("analytic")
 
 
-def test_interpolation_at_its_ends():
+def test_sizes_outside_of_a_table_are_extrapolated():
     table = Table("all_gather", 2, ((10, 5.0), (20, 7.0), (40, 17.0)))
     assert [interpolate(table, size) for size in (1, 10, 15, 30, 60)] == [5.0, 5.0, 6.0, 12.0, 27.0]
     assert interpolate(Table("all_gather", 2, ((10, 5.0),)), 20) == 10.0
@@ -113,7 +117,7 @@ def test_interpolation_at_its_ends():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
-def test_the_analytic_model_is_near_what_was_measured(kind, ranks):
+def test_the_analytic_model_is_near_the_measurements(kind, ranks):
     """Within 25% from 1 MiB to 1 GiB, in bf16 as in fp32."""
     tables = [t for t in H200.tables if (t.collective, t.ranks) == (kind, ranks)]
     assert {t.dtype for t in tables} == {"bf16", "fp32"}
@@ -124,17 +128,17 @@ def test_the_analytic_model_is_near_what_was_measured(kind, ranks):
                 assert said == pytest.approx(measured, rel=0.25), (table.dtype, size_bytes)
 
 
-def test_few_channels_cost_time():
-    """512 MiB on 4 H200s: 1.13 to 1.16 times as long on 16 channels as on as many as NCCL takes."""
+def test_collectives_on_few_channels_take_longer():
+    """512 MiB on 4 H200s take 1.13 to 1.16 times as long on 16 channels as on NCCL's default number."""
     chain = FirstKnown((MeasuredCollectives(H200), AnalyticCollectives(H200)))
     whole = collective("all_gather", 512 * MIB)
     thrifty = replace(whole, comm=replace(whole.comm, channels=16))
     assert chain.estimate(thrifty).ns / chain.estimate(whole).ns == pytest.approx(1.145, rel=0.02)
     unmeasured = replace(whole, comm=replace(whole.comm, channels=14))
-    assert chain.estimate(unmeasured) == chain.estimate(thrifty)  # the nearest number that was measured
+    assert chain.estimate(unmeasured) == chain.estimate(thrifty)  # the nearest measured number of channels
 
 
-def test_bytes_by_each_collectives_own_definition():
+def test_every_kind_of_collective_moves_its_own_share_of_bytes():
     profile = DeviceProfile("d", host_link=Link(1e9, 0.0), ranks_per_host=8)
     ns = {
         kind: AnalyticCollectives(profile).estimate(collective(kind, 4000)).ns
@@ -146,30 +150,30 @@ def test_bytes_by_each_collectives_own_definition():
     }  # fmt: skip
 
 
-def test_links_come_from_the_groups_ranks():
+def test_the_ranks_of_a_group_decide_its_links():
     def ns(members):
         return AnalyticCollectives(H200).estimate(collective("all_gather", 1024 * MIB, len(members), members)).ns
 
     one_host, one_a_host = ns((0, 1, 2, 3)), ns((0, 8, 16, 24))
     assert one_a_host > 5 * one_host
-    assert ns((0, 1, 2, 3, 8, 9, 10, 11)) < one_a_host  # four cards a host
+    assert ns((0, 1, 2, 3, 8, 9, 10, 11)) < one_a_host  # four GPUs per host
     unknown = AnalyticCollectives(H200).estimate(collective("all_gather", 1024 * MIB, 16)).ns
     assert unknown == ns(tuple(range(16)))
 
 
-def test_what_moves_how_is_unknown_stays_unknown():
+def test_unknown_collectives_group_sizes_and_links_have_no_estimate():
     assert AnalyticCollectives(H200).estimate(collective("unknown", 5)) is None
     assert AnalyticCollectives(H200).estimate(collective("all_gather", 5, ranks=0)) is None
     assert AnalyticCollectives(DeviceProfile("d")).estimate(collective("all_gather", 5)) is None
     assert AnalyticCollectives(H200).estimate(kernel(Work())) is None
 
 
-def test_a_tree_wins_for_small_all_reduces_of_many():
+def test_small_all_reduces_of_many_ranks_use_a_tree():
     profile = DeviceProfile("d", host_link=Link(1e12, 1000.0), ranks_per_host=1024)
     assert AnalyticCollectives(profile).estimate(collective("all_reduce", 8, 256)).ns == pytest.approx(16000, rel=1e-3)
 
 
-def test_a_schedule_is_estimated_but_for_what_nobody_knows_and_what_has_a_time():
+def test_nodes_are_estimated_unless_they_are_unknown_or_have_a_time():
     schedule = parse("""
         g = all_gather(p) @dp(4) : 256MiB; w = wait(g); k = kernel(w) read=4KiB : 4KiB
         m = extern(k); given = kernel(k) flops=1 : 1B 77ns
@@ -184,7 +188,7 @@ def test_a_schedule_is_estimated_but_for_what_nobody_knows_and_what_has_a_time()
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PROFILES.glob("*.json")))
-def test_profiles_load_name_their_origins_and_come_back(name):
+def test_profiles_name_their_origins_and_survive_saving(name):
     profile = load_profile(name)
     assert profile.name == name
     data = json.loads((PROFILES / f"{name}.json").read_text())
@@ -192,7 +196,7 @@ def test_profiles_load_name_their_origins_and_come_back(name):
     assert profile_from_json(profile_to_json(profile)) == profile
 
 
-def test_profiles_that_cannot_be_used(tmp_path):
+def test_unknown_missing_and_malformed_profiles_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="no device profile named 'h200'; nearest: h200-nvlink, b200"):
         load_profile("h200")
     with pytest.raises(ConfigError, match="No such file"):
@@ -202,7 +206,7 @@ def test_profiles_that_cannot_be_used(tmp_path):
         load_profile(tmp_path / "bad.json")
 
 
-def test_this_machine_is_measured_once_and_kept(tmp_path):
+def test_this_machine_is_measured_once_and_cached(tmp_path):
     profile = this_machine.profile_for("cpu", tmp_path)
     assert profile.memory_bytes_per_s > 1e8
     assert profile.rate("torch.float32") > 1e8
@@ -237,7 +241,7 @@ def test_without_a_gpu_cuda_devices_are_planned_as_h200s(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["", '{"name": "x", "quantit', "\x00\x01", "{}"])
-def test_what_a_crash_left_of_it_is_measured_again(tmp_path, monkeypatch, left):
+def test_a_damaged_cached_profile_is_measured_again(tmp_path, monkeypatch, left):
     whole = json.loads((PROFILES / "cpu-gloo.json").read_text())
     monkeypatch.setattr(quick_profile, "measure", lambda: whole)
     assert this_machine.profile_for("cpu", tmp_path) == load_profile("cpu-gloo")
@@ -247,6 +251,6 @@ def test_what_a_crash_left_of_it_is_measured_again(tmp_path, monkeypatch, left):
     assert json.loads(kept.read_text()) == whole
 
 
-def test_without_a_place_to_keep_it_the_default_is_used(tmp_path):
+def test_without_a_writable_cache_the_default_profile_is_used(tmp_path):
     (tmp_path / "file").write_text("")
     assert this_machine.profile_for("cpu", tmp_path / "file" / "cache") == load_profile("cpu-gloo")

@@ -1,4 +1,4 @@
-"""What a graph costs the host, and that only a profile that knows says so."""
+"""The host time of a graph, which is known only if the profile has host costs."""
 
 import json
 from dataclasses import replace
@@ -37,20 +37,20 @@ return n, k
 """
 
 
-def test_each_node_costs_what_its_kind_does_and_each_tensor_at_the_border_too():
-    """Two kernels, a call, two collectives of which one has a second tensor; three tensors come in and two go out."""
+def test_host_time_is_the_sum_over_nodes_inputs_and_outputs():
+    """Two kernels, a call, two collectives, one of which has a second tensor; three inputs and two outputs."""
     assert host_ns(parse(GATHERED), GPU) == 2e6 + 1e5 + 2e4 + 1e3 + 100 + 5
 
 
-def test_it_is_known_only_where_it_was_measured_and_is_not_the_device_itself():
+def test_host_time_is_unknown_without_host_costs_and_on_synchronous_devices():
     assert host_ns(parse(GATHERED), DeviceProfile("gpu")) is None
     assert host_ns(parse(GATHERED), replace(GPU, synchronous=True)) is None
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=8), st.integers(1, 60), st.integers(0, 7))
 @settings(max_examples=60, deadline=None)
-def test_in_a_loop_the_slower_of_host_and_device_says_how_long_a_step_takes(kernels, gather, beside):
-    """The simulator's own host, over many steps behind each other: it runs ahead until it is what all wait for."""
+def test_in_a_loop_a_step_takes_as_long_as_the_slower_of_host_and_device(kernels, gather, beside):
+    """Simulates many steps in a row: the host runs ahead unless it is the limit."""
 
     def step_ns(launch_ns):
         def text(steps):
@@ -67,17 +67,17 @@ def test_in_a_loop_the_slower_of_host_and_device_says_how_long_a_step_takes(kern
 
     launch_ns = 16
     host, device = launch_ns * (len(kernels) + 1), step_ns(0)
-    assume(abs(host - device) > 0.1 * device)  # else the host takes many steps to run ahead
+    assume(abs(host - device) > 0.1 * device)  # otherwise the host needs many steps to run ahead
     assert step_ns(launch_ns) == pytest.approx(max(host, device), rel=0.02)
 
 
-def test_no_order_depends_on_it():
+def test_plans_do_not_depend_on_host_costs():
     plain, known = (run_pipeline(parse(GATHERED), Context(profile=each)) for each in (replace(GPU, host=None), GPU))
     assert str(known.schedule) == str(plain.schedule)
     assert known.after.step_ns == plain.after.step_ns
 
 
-def test_a_report_keeps_it_and_a_step_takes_as_long_as_the_host_if_that_is_longer(tmp_path):
+def test_a_step_takes_at_least_its_host_time_also_in_a_saved_report(tmp_path):
     graph = graph_record(run_pipeline(parse(GATHERED), Context(profile=GPU)))
     step = StepRecord(graphs=(graph, graph))
     assert step.step_ns == step.step_before_ns == step.lower_bound_ns == step.host_ns == 2 * graph.host_ns
@@ -88,7 +88,7 @@ def test_a_report_keeps_it_and_a_step_takes_as_long_as_the_host_if_that_is_longe
     assert StepRecord(graphs=(graph, replace(graph, host_ns=None))).host_ns is None
 
 
-def test_a_profile_keeps_it_and_refuses_kinds_that_it_does_not_know(tmp_path):
+def test_a_profile_stores_host_costs_and_refuses_unknown_ones(tmp_path):
     written = profile_to_json(GPU)
     assert profile_from_json(written).host == COSTS
     assert profile_from_json(profile_to_json(DeviceProfile("gpu"))).host is None

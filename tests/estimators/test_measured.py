@@ -1,4 +1,4 @@
-"""Library calls measured on this device: each shape once, kept for other processes, and only where asked for."""
+"""Library calls are measured on this device once per shape, cached on disk, and only if that is asked for or useful."""
 
 import json
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def sources(cache, function, *inputs, **options):
-    """Source of the estimate of every library call in what `function` compiles to."""
+    """Compile and run `function`; return by op the source of the estimate of every library call."""
     record.clear()
     torch._dynamo.reset()
     torch.compile(function, backend="overlapc", options={"cache_dir": cache, "profile": "cpu-gloo", **options})(*inputs)
@@ -25,7 +25,7 @@ def sources(cache, function, *inputs, **options):
     return {n.op: n.estimate.source for n in parse(graph.schedule).nodes if n.kind is Kind.EXTERN}
 
 
-def test_matmuls_and_attention_are_measured_once_a_shape(tmp_path):
+def test_matmuls_and_attention_are_measured_once_per_shape(tmp_path):
     def both(x, w):
         y = (x @ w).view(1, 2, 8, 16)
         return torch.nn.functional.scaled_dot_product_attention(y, y, y)
@@ -42,7 +42,7 @@ def test_matmuls_and_attention_are_measured_once_a_shape(tmp_path):
     assert kept.stat().st_mtime_ns == before  # nothing was measured again
 
 
-def test_measuring_leaves_the_users_random_numbers_alone(tmp_path):
+def test_measuring_does_not_change_the_users_random_numbers(tmp_path):
     x = torch.randn(8, 8)
     torch.manual_seed(3)
     sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True)
@@ -51,7 +51,7 @@ def test_measuring_leaves_the_users_random_numbers_alone(tmp_path):
     assert torch.equal(measured, torch.rand(3))
 
 
-def test_nothing_is_measured_unasked_or_in_deterministic_mode(tmp_path):
+def test_nothing_is_measured_by_default_on_cpus_or_in_deterministic_mode(tmp_path):
     x = torch.randn(8, 8)
     assert sources(tmp_path, lambda x: x @ x, x)["mm"] == "roofline cpu-gloo"
     torch.use_deterministic_algorithms(True)
@@ -62,7 +62,7 @@ def test_nothing_is_measured_unasked_or_in_deterministic_mode(tmp_path):
     assert not (tmp_path / "measured").exists()
 
 
-def test_unasked_a_gpu_is_measured_only_where_a_time_can_change_something():
+def test_by_default_a_gpu_is_measured_only_for_graphs_that_communicate():
     gpu = torch.device("cuda")
     assert measures(overlapc.Config(), gpu, communicates=True)
     assert not measures(overlapc.Config(), gpu, communicates=False)
@@ -71,7 +71,7 @@ def test_unasked_a_gpu_is_measured_only_where_a_time_can_change_something():
     assert not measures(overlapc.Config(), CPU, communicates=True)
 
 
-def test_processes_keep_each_others_times_and_a_damaged_file_counts_as_empty(tmp_path):
+def test_processes_add_to_one_file_and_a_damaged_file_counts_as_empty(tmp_path):
     one, other = Times(tmp_path, CPU), Times(tmp_path, CPU)
     one.put("a", 1.0)
     other.put("b", 2.0)
@@ -82,7 +82,7 @@ def test_processes_keep_each_others_times_and_a_damaged_file_counts_as_empty(tmp
     assert Times(tmp_path, CPU).get("a") is None
 
 
-def test_what_does_not_fit_into_memory_stays_with_the_next_estimator(tmp_path):
+def test_a_call_that_runs_out_of_memory_is_left_to_the_next_estimator(tmp_path):
     def too_large():
         raise torch.OutOfMemoryError("not today")
 
@@ -93,13 +93,13 @@ def test_what_does_not_fit_into_memory_stays_with_the_next_estimator(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "unknown"])
-def test_the_library_is_asked_only_for_groups_of_its_own(kind):
+def test_nccl_is_not_asked_without_a_process_group(kind):
     comm = Comm(kind, 2**20, "dp", 4, "bfloat16", (0, 1, 2, 3))
     assert LibraryCollectives().estimate(Node("g", Kind.START, kind, comm=comm)) is None  # no process group here
     assert LibraryCollectives().estimate(Node("k", Kind.KERNEL, "kernel")) is None
 
 
-def test_the_users_word_comes_before_a_measurement(tmp_path):
+def test_the_users_estimate_precedes_a_measurement(tmp_path):
     x = torch.randn(8, 8)
     found = sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True, estimates=lambda node: 5.0)
     assert found["mm"] == "user"

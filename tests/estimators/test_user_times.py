@@ -1,4 +1,4 @@
-"""The user's word comes before every model."""
+"""Times that the user provides precede every model."""
 
 import pytest
 import torch
@@ -13,19 +13,19 @@ from overlapc.schedule.text import parse
 MM = Node("mm", Kind.EXTERN, "mm", work=Work(10, 20, 30, "float32"))
 
 
-def test_a_function_answers_in_nanoseconds_or_not_at_all():
+def test_a_function_returns_nanoseconds_an_estimate_or_none():
     assert UserHook(lambda node: 250.0).estimate(MM) == Estimate(250.0, "user")
     assert UserHook(lambda node: Estimate(1.0, "oracle")).estimate(MM) == Estimate(1.0, "oracle")
     assert UserHook(lambda node: None).estimate(MM) is None
 
 
 @pytest.mark.parametrize("said", ["3us", float("nan"), -1.0, True])
-def test_anything_else_is_an_error_that_names_the_node(said):
+def test_other_results_of_a_function_are_an_error_that_names_the_node(said):
     with pytest.raises(ConfigError, match="for mm"):
         UserHook(lambda node: said).estimate(MM)
 
 
-def test_an_earlier_run_knows_nodes_by_name_and_others_like_them():
+def test_an_earlier_run_estimates_nodes_by_name_or_by_signature():
     signature = signature_of(MM)
     seen = {
         ("forward_0", "mm"): (signature, 100.0),
@@ -36,12 +36,14 @@ def test_an_earlier_run_knows_nodes_by_name_and_others_like_them():
     run = EarlierRun.of("forward_0", seen, "earlier")
     assert run.estimate(MM) == Estimate(100.0, "earlier")
     assert run.estimate(Node("new", MM.kind, MM.op, work=MM.work)) == Estimate(200.0, "earlier, nodes like it")
-    assert run.estimate(Node("gone", Kind.EXTERN, "mm", work=Work(1, 1, 1, "float32"))) is None  # another op by now
+    assert (
+        run.estimate(Node("gone", Kind.EXTERN, "mm", work=Work(1, 1, 1, "float32"))) is None
+    )  # the name belongs to another op now
     assert run.estimate(Node("only", Kind.KERNEL, "kernel")) is None  # of another graph
     assert EarlierRun.of("backward_0", seen, "e").estimate(Node("only", Kind.KERNEL, "kernel")).ns == 7.0
 
 
-def test_what_decides_a_time_is_in_the_signature():
+def test_signatures_differ_by_size_and_ranks():
     def gather(size, ranks):
         return Node("ag", Kind.START, "all_gather", comm=Comm("all_gather", size, "dp", ranks, "bf16"))
 
@@ -60,7 +62,7 @@ def _compiled(estimates):
     return torch.compile(lambda x: torch.relu(x @ x) @ x, backend="overlapc", options=options)
 
 
-def test_through_the_whole_pipeline(tmp_path):
+def test_a_function_and_a_measured_record_replace_the_models_estimates(tmp_path):
     x = torch.rand(8, 8)
     _compiled(lambda node: 5.0 if node.op == "mm" else None)(x)
     assert _sources() == {"user"}
@@ -72,10 +74,12 @@ def test_through_the_whole_pipeline(tmp_path):
         step(x)
     measured.report.save(tmp_path / "record.json")
     _compiled(str(tmp_path / "record.json"))(x)
-    assert _sources() == {"measured record.json, nodes like it"}  # forwards are counted: this one is another graph
+    assert _sources() == {
+        "measured record.json, nodes like it"
+    }  # forward graphs are numbered, so this one has another name
 
 
-def test_files_that_hold_no_measurement(tmp_path):
+def test_files_without_measurements_are_errors(tmp_path):
     (tmp_path / "x.json").write_text('{"traceEvents": []}')
     for name, message in (("missing.json", "cannot read"), ("x.json", "no marks of overlapc")):
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Agreement between real processes: torchrun, gloo, the job's own rendezvous store."""
+"""Rank agreement between real processes: torchrun, gloo, and the job's own rendezvous store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _error_of(action) -> tuple[str, float]:
 
 
 def _scenarios() -> dict:
-    """Every case of two ranks that agree or do not, in one launch."""
+    """Run all cases of two ranks that agree or disagree in one launch; return what each rank saw."""
     rank, store = dist.get_rank(), distributed_c10d._get_default_store().clone()
     seen: dict = {}
 
@@ -72,16 +72,16 @@ def outcomes() -> list[Outcome]:
     return outcomes
 
 
-def test_agreed_medians_are_the_same_bits_everywhere(outcomes: list[Outcome]) -> None:
+def test_agreed_medians_are_bitwise_equal_on_all_ranks(outcomes: list[Outcome]) -> None:
     first, second = (outcome.value["medians"] for outcome in outcomes)
     assert first == second == {"mm0": (1000.1 + 3 * 1000.1) / 2, "mm1": 7.0}
 
 
-def test_a_process_counts_on_with_one_party_per_set_of_ranks(outcomes: list[Outcome]) -> None:
+def test_a_process_has_one_peers_object_per_set_of_ranks(outcomes: list[Outcome]) -> None:
     assert all(outcome.value["same_party"] for outcome in outcomes)
 
 
-def test_different_graphs_name_ranks_and_the_first_difference(outcomes: list[Outcome]) -> None:
+def test_an_error_about_different_graphs_names_ranks_and_the_first_difference(outcomes: list[Outcome]) -> None:
     text, seconds = outcomes[0].value["graph"]
     assert text == outcomes[1].value["graph"][0]
     assert "first difference at line 121:" in text
@@ -90,14 +90,14 @@ def test_different_graphs_name_ranks_and_the_first_difference(outcomes: list[Out
     assert seconds < 5
 
 
-def test_a_skipped_compilation_ends_within_the_timeout(outcomes: list[Outcome]) -> None:
+def test_a_skipped_compilation_is_an_error_within_the_timeout(outcomes: list[Outcome]) -> None:
     text, seconds = outcomes[0].value["skipped"]
     assert text.startswith("rank 1 did not reach compilation 2 (forward), graph within 1.5 s")
     assert "last agreement of all ranks: compilation 1 (forward), graph" in text
     assert TIMEOUT_S <= seconds < TIMEOUT_S + 1
 
 
-def test_different_points_of_the_program_are_told_apart_at_once(outcomes: list[Outcome]) -> None:
+def test_ranks_at_different_points_of_the_program_raise_at_once(outcomes: list[Outcome]) -> None:
     text, seconds = outcomes[1].value["label"]
     assert text == outcomes[0].value["label"][0]
     assert "rank 0: compilation 1 (forward), graph" in text
@@ -116,12 +116,12 @@ def test_no_process_is_left(outcomes: list[Outcome]) -> None:
 
 
 def _one_never_compiles_at_first() -> tuple[int, dict[str, float]]:
-    """In the first attempt rank 1 leaves rank 0 alone; after the elastic restart it takes part."""
+    """In the first attempt rank 1 never compiles; after the elastic restart both ranks do."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with peers_of().agreement("forward", TIMEOUT_S if attempt == 0 else 20) as ranks:
         ranks.agree_on_graph(LINES)
         if attempt == 0 and dist.get_rank() == 1:
-            time.sleep(60)  # stuck in a loop of its own; the launcher ends it when rank 0 fails
+            time.sleep(60)  # stuck elsewhere; the launcher ends it when rank 0 fails
         return attempt, ranks.agree_on_medians({"mm": 1.0 + dist.get_rank()})
 
 
@@ -129,5 +129,5 @@ def test_a_job_restarted_after_a_disagreement_agrees() -> None:
     began = time.monotonic()
     outcomes = run_on_ranks(_one_never_compiles_at_first, 2, max_restarts=1, timeout_s=90)
     assert [outcome.value for outcome in outcomes] == [(1, {"mm": 1.5})] * 2
-    assert time.monotonic() - began < 55  # that is, the stuck rank was ended
+    assert time.monotonic() - began < 55  # the launcher ended the stuck rank
     assert not [outcome.pid for outcome in outcomes if alive(outcome.pid)]

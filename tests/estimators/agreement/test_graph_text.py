@@ -1,4 +1,4 @@
-"""The text of a graph that ranks compare: blind to what may differ between ranks, and to nothing else."""
+"""The text of a graph that ranks compare leaves out what may differ between ranks, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def a_graph(
     name: str = "weight",
     part: int = 0,
 ) -> fx.Graph:
-    """A gather whose result is viewed, shifted, summed and split: one node of each sort."""
+    """Return a graph with an all-gather, a wait, a view, a subtraction, a sum, a split and a part of it."""
     graph = fx.Graph()
     with FakeTensorMode():
 
@@ -56,7 +56,7 @@ def lines_of(**what: object) -> list[str]:
     return canonical_lines(a_graph(**what), LABELS.__getitem__)  # type: ignore[arg-type]
 
 
-def test_what_it_looks_like() -> None:
+def test_the_text_has_one_line_per_node() -> None:
     assert lines_of() == [
         "v0 = placeholder : bf16 2d",
         "v1 = placeholder : bf16 2d",
@@ -87,12 +87,12 @@ def test_ranks_may_differ_in_offsets_groups_names_and_parts_of_a_split(what: dic
         ({"dim": 0}, 7),
     ],
 )
-def test_a_real_difference_shows_on_its_line(what: dict, line: int) -> None:
+def test_a_difference_shows_on_the_line_of_its_node(what: dict, line: int) -> None:
     pairs = list(zip(lines_of(), lines_of(**what), strict=False))
     assert next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs) == line
 
 
-def test_uneven_shards_may_have_other_sizes() -> None:
+def test_shards_of_different_sizes_have_equal_text() -> None:
     graph = fx.Graph()
     other = fx.Graph()
     for each, rows in ((graph, 5), (other, 4)):
@@ -106,7 +106,7 @@ def test_uneven_shards_may_have_other_sizes() -> None:
     assert lines[1] == "v1 = aten.slice.Tensor(v0, 0, #, #) : f32 2d"
 
 
-def test_devices_of_ranks_are_equal_and_subgraphs_are_read() -> None:
+def test_device_indices_are_left_out_and_subgraphs_are_included() -> None:
     def graph(device: int, inner_op: Callable) -> fx.Graph:
         inner = fx.Graph()
         inner.output(inner.call_function(inner_op, (inner.placeholder("y"),)))
@@ -114,7 +114,7 @@ def test_devices_of_ranks_are_equal_and_subgraphs_are_read() -> None:
         branch = outer.get_attr("branch")
         made = outer.call_function(aten.zeros.default, ([4],), {"device": torch.device("cuda", device)})
         outer.output((branch, made))
-        # a GraphModule copies the graph it is given; the copy knows its module
+        # GraphModule copies the given graph, and only the copy refers to its module.
         return fx.GraphModule({"branch": fx.GraphModule({}, inner)}, outer).graph
 
     ours = canonical_lines(graph(0, aten.relu.default), str)
@@ -124,7 +124,7 @@ def test_devices_of_ranks_are_equal_and_subgraphs_are_read() -> None:
     assert any("device=cuda)" in line for line in ours)
 
 
-def test_twenty_thousand_nodes_take_well_under_a_second() -> None:
+def test_the_text_of_twenty_thousand_nodes_takes_less_than_a_second() -> None:
     graph = fx.Graph()
     last = graph.placeholder("x")
     last.meta["val"] = torch.empty(4, 4, device="meta")

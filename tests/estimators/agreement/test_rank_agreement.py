@@ -1,4 +1,4 @@
-"""Agreement between simulated ranks: threads over one store, no process group."""
+"""Rank agreement between threads that share a store, without a process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINES = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(1, 100
 
 
 def on_ranks(count: int, work: Callable[[Peers, int], Any], store: dist.Store | None = None, run: str = "") -> list:
-    """`work(peers, rank)` of each rank in a thread of its own; what it returned, or the error it raised."""
+    """Run `work(peers, rank)` of every rank in its own thread; return the results, or the errors that they raised."""
     shared = store or dist.HashStore()
 
     def one(rank: int) -> Any:
@@ -36,7 +36,7 @@ def on_ranks(count: int, work: Callable[[Peers, int], Any], store: dist.Store | 
 
 
 def one_text(outcomes: list) -> str:
-    """The text of the error that all ranks got."""
+    """Return the text of the error, which must be the same on all ranks."""
     assert {type(outcome) for outcome in outcomes} == {RanksDisagree}
     (text,) = {str(outcome) for outcome in outcomes}
     return text
@@ -67,17 +67,17 @@ def test_medians_are_those_of_statistics(count: int) -> None:
     assert outcomes[0] == {name: median(values[rank][name] for rank in range(count)) for name in ("mm", "ag")}
 
 
-def test_the_largest_of_each_size_is_exact() -> None:
+def test_agreed_maxima_of_large_integers_are_exact() -> None:
     sizes = [{"a": 3, "b": 2**53 - 1}, {"a": 5, "b": 2**52 + 1}]
     outcomes = on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_largest(sizes[rank]))
     assert outcomes == [{"a": 5, "b": 2**53 - 1}] * 2
 
 
-def test_no_estimates_at_all_have_no_medians() -> None:
+def test_no_estimates_give_no_medians() -> None:
     assert on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_medians({})) == [{}, {}]
 
 
-def test_estimates_of_different_things_are_named() -> None:
+def test_estimates_of_different_nodes_are_an_error_that_names_them() -> None:
     text = one_text(
         on_ranks(
             3,
@@ -89,7 +89,7 @@ def test_estimates_of_different_things_are_named() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_without_a_median_stops_everyone(value: float) -> None:
+def test_an_estimate_that_is_nan_or_infinite_is_an_error_on_all_ranks(value: float) -> None:
     def work(peers: Peers, rank: int) -> None:
         with peers.agreement("f", 20) as ranks:
             ranks.agree_on_medians({"mm": value if rank == 1 else 1.0})
@@ -100,7 +100,7 @@ def test_a_value_without_a_median_stops_everyone(value: float) -> None:
     assert str(first).startswith("rank 1 failed in compilation 1 (f): ValueError: mm was estimated as")
 
 
-def test_the_first_difference_is_shown_with_who_has_which() -> None:
+def test_an_error_shows_the_first_differences_with_their_ranks() -> None:
     def work(peers: Peers, rank: int) -> None:
         lines = list(LINES)
         if rank == 3:
@@ -151,7 +151,7 @@ def test_a_missing_rank_is_named_on_all_others_within_the_timeout(absent: int) -
     assert max(on_ranks(4, work)) < 2.5  # rank 0 keeps the store readable for a second
 
 
-def test_a_late_rank_gets_the_verdict_that_the_others_left_with() -> None:
+def test_a_late_rank_raises_the_error_that_the_other_ranks_raised() -> None:
     store = dist.HashStore()
     early = Peers(store, 0, (0, 1)).agreement("f", 0.1)
     with pytest.raises(RanksDisagree) as first:
@@ -162,7 +162,7 @@ def test_a_late_rank_gets_the_verdict_that_the_others_left_with() -> None:
     assert "rank 1 did not reach" in str(first.value)
 
 
-def test_ranks_that_go_on_after_a_disagreement_can_agree_again() -> None:
+def test_ranks_that_continue_after_a_disagreement_can_agree_again() -> None:
     def work(peers: Peers, rank: int) -> str:
         with pytest.raises(RanksDisagree):
             peers.agreement("f", 20).agree_on_graph([f"only on {rank}"])
@@ -172,7 +172,7 @@ def test_ranks_that_go_on_after_a_disagreement_can_agree_again() -> None:
     assert on_ranks(3, work) == ["agreed"] * 3
 
 
-def test_ranks_at_different_points_are_told_at_once() -> None:
+def test_ranks_at_different_points_raise_at_once() -> None:
     def work(peers: Peers, rank: int) -> None:
         if rank == 0:
             peers.agreement("forward", 20).agree_on_graph(LINES)
@@ -185,11 +185,11 @@ def test_ranks_at_different_points_are_told_at_once() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_failure_reaches_ranks_that_wait_and_ranks_that_come_later() -> None:
+def test_a_failure_reaches_waiting_and_later_ranks() -> None:
     def work(peers: Peers, rank: int) -> None:
         with peers.agreement("forward", 20) as ranks:
             if rank == 1:
-                time.sleep(0.1)  # rank 0 waits by now
+                time.sleep(0.1)  # until rank 0 waits
                 raise ValueError("no such op\nwith more lines")
             time.sleep(0.3 if rank == 2 else 0)
             ranks.agree_on_graph(LINES)
@@ -202,8 +202,8 @@ def test_a_failure_reaches_ranks_that_wait_and_ranks_that_come_later() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_an_interrupted_wait_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C on one rank in the middle of a meeting: the failure is told at that meeting, not at the next."""
+def test_an_interrupted_rank_ends_the_wait_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C on one rank during an exchange, the other ranks learn of it in this exchange, not in the next."""
     store = dist.HashStore()
     peers = Peers(store, 0, (0, 1))
 
@@ -217,7 +217,7 @@ def test_an_interrupted_wait_frees_the_others(monkeypatch: pytest.MonkeyPatch) -
         Peers(store, 1, (0, 1)).agreement("f", 20).agree_on_graph(LINES)
 
 
-def test_subgroups_meet_apart_and_count_apart() -> None:
+def test_subgroups_agree_independently() -> None:
     store = dist.HashStore()
 
     def one(rank: int) -> dict[str, float]:
@@ -231,16 +231,16 @@ def test_subgroups_meet_apart_and_count_apart() -> None:
         assert list(pool.map(one, range(4))) == [{"x": 1.5}] * 4
 
 
-def test_a_restarted_job_does_not_read_what_the_last_one_left() -> None:
+def test_a_restarted_job_does_not_read_keys_of_the_previous_run() -> None:
     store = dist.HashStore()
     with pytest.raises(RanksDisagree):
         Peers(store, 0, (0, 1), "job/0").agreement("f", 0.05).agree_on_graph(LINES)
     outcomes = on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(LINES), store, "job/1")
-    assert outcomes == [False, False]  # nobody has kept anything
+    assert outcomes == [False, False]  # no rank has a cached step
 
 
-def test_an_answer_of_another_job_in_the_same_store_is_not_taken_for_ours() -> None:
-    """A FileStore reused without deleting the file: the verdict lies there before anyone came."""
+def test_a_verdict_of_another_job_in_the_same_store_is_an_error() -> None:
+    """As in a FileStore whose file was not deleted: the verdict is there before any rank has posted."""
     store = dist.HashStore()
     for rank in (0, 1):
         peers = Peers(store, rank, (0, 1))
@@ -252,7 +252,7 @@ def test_an_answer_of_another_job_in_the_same_store_is_not_taken_for_ours() -> N
             peers.agreement("f", 20).agree_on_graph(LINES)
 
 
-def test_a_single_rank_needs_no_store_traffic() -> None:
+def test_a_single_rank_does_not_use_the_store() -> None:
     store = dist.HashStore()
     before = store.num_keys()
     with Peers(store, 7, (7,)).agreement("f", 0.01) as ranks:
@@ -272,8 +272,8 @@ def test_a_rank_outside_the_group_is_refused() -> None:
         Peers(dist.HashStore(), 3, (0, 1))
 
 
-def test_other_stores_work_too(tmp_path) -> None:
-    """FileStore has no extended API, and raises another error class on timeouts."""
+def test_ranks_agree_over_a_file_store(tmp_path) -> None:
+    """FileStore lacks the extended store API, and raises another class of error on timeouts."""
 
     def work(peers: Peers, rank: int) -> dict[str, float]:
         return peers.agreement("f", 20).agree_on_medians({"mm": rank})
@@ -283,7 +283,7 @@ def test_other_stores_work_too(tmp_path) -> None:
         Peers(dist.FileStore(str(tmp_path / "other"), 2), 0, (0, 1)).agreement("f", 0.1).agree_on_graph([])
 
 
-def test_a_store_that_is_gone_is_an_error_with_a_cause() -> None:
+def test_a_lost_store_is_an_error_that_names_the_store() -> None:
     host = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=5), wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, 1, False, timedelta(seconds=5))
     peers = Peers(client, 1, (0, 1))
@@ -293,8 +293,8 @@ def test_a_store_that_is_gone_is_an_error_with_a_cause() -> None:
 
 
 @pytest.mark.parametrize(("kind", "count"), [("hash", 1000), ("tcp", 8)])
-def test_many_ranks_agree_in_little_work_each(kind: str, count: int) -> None:
-    """Processor time is counted per rank. Over TCP every rank has a connection of its own, as in a real job."""
+def test_the_work_of_a_rank_is_small_with_many_ranks(kind: str, count: int) -> None:
+    """CPU time is measured per rank. Over TCP every rank has its own connection, as in a real job."""
     lines = LINES * 20
     values = {f"n{i}": float(i) for i in range(200)}
     wait = timedelta(seconds=60)
@@ -328,11 +328,11 @@ def test_agreeing_on_a_large_graph_is_quick() -> None:
     ("ranks", "text"),
     [([3], "3"), ([0, 1, 2, 5], "0-2,5"), (range(0, 40, 2), "0,2,4,6,8,10,12,14 and 12 more")],
 )
-def test_ranks_print_as_runs(ranks: list[int], text: str) -> None:
+def test_ranks_are_printed_as_ranges(ranks: list[int], text: str) -> None:
     assert format_ranks(ranks) == text
 
 
-def test_what_all_have_kept_is_used_and_what_some_have_is_not():
+def test_a_cached_step_is_used_only_if_all_ranks_have_the_same():
     def agree(kept: list[str]) -> list[Any]:
         return on_ranks(
             len(kept), lambda peers, rank: peers.agreement("f", 20).agree_on_graph(["v0 = placeholder"], kept[rank])
@@ -343,7 +343,7 @@ def test_what_all_have_kept_is_used_and_what_some_have_is_not():
     assert agree(["order", "order", "another"]) == [False] * 3
 
 
-def test_what_only_some_know_all_are_told() -> None:
+def test_tables_of_all_ranks_are_merged_with_the_largest_value() -> None:
     known = [{"a": {"x": 1.0}, "b": {"x": 10.0}}, {"a": {"x": 3.0, "y": 4.0}}, {}, {"b": {"x": 2.0}, "c": {"z": 0.1}}]
 
     def work(peers: Peers, rank: int) -> tuple[tuple[int, int], dict[str, dict[str, float]]]:

@@ -1,4 +1,4 @@
-"""The rendezvous store is out of reach, or its host stops: every request of every meeting ends, and says so."""
+"""If the rendezvous store is unreachable or its host stops, every request ends in time with an error that says so."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.ranks import run_on_ranks
 
 TIMEOUT_S = 0.2
 GRACE_S = 0.3
-MARGIN_S = 30.0  # what a busy machine may add; without an end in time these tests would not end at all
+MARGIN_S = 30.0  # for a busy machine; a request without a time limit would never end
 
 
 class Network:
-    """What lies between a store and its clients: can be stopped, so that nothing comes through, and cut."""
+    """A proxy between a store and its clients that can be stopped, so that no data passes, or cut."""
 
     def __init__(self, port: int) -> None:
         self._store_port = port
@@ -73,7 +73,7 @@ def store() -> dist.TCPStore:
 
 
 def meet(peers: Peers) -> None:
-    """One compilation, from the first meeting to the last, and a failure after it."""
+    """Run all exchanges of one compilation, and fail after them."""
     with peers.agreement("forward", TIMEOUT_S) as ranks:
         ranks.agree_on_graph(["v0 = placeholder"])
         ranks.agree_on_medians({"mm": 1.0})
@@ -81,9 +81,9 @@ def meet(peers: Peers) -> None:
 
 
 def met(network: Network, monkeypatch: pytest.MonkeyPatch, run: str, at: int, fault: str) -> tuple[int, str, float]:
-    """Two ranks meet; before request number `at` of rank 1 its network is stopped or cut, as `fault` says.
+    """Run `meet` on two ranks; before request number `at` of rank 1, stop or cut its network, as `fault` says.
 
-    How many requests rank 1 made, the error it left with, and the seconds it took after the fault.
+    Returns the number of requests that rank 1 made, the error that it raised, and the seconds from fault to error.
     """
     requests, began = 0, 0.0
     rank1 = threading.get_ident()
@@ -116,7 +116,7 @@ def met(network: Network, monkeypatch: pytest.MonkeyPatch, run: str, at: int, fa
 
 
 @pytest.mark.parametrize("fault", ["stop", "cut"])
-def test_every_request_of_every_meeting_ends_when_the_store_is_out_of_reach(store, monkeypatch, fault) -> None:
+def test_every_request_ends_in_time_if_the_store_cannot_be_reached(store, monkeypatch, fault) -> None:
     for at in itertools.count(1):
         network = Network(store.port)
         monkeypatch.setattr(timed_store, "_GRACE_S", GRACE_S)
@@ -125,7 +125,7 @@ def test_every_request_of_every_meeting_ends_when_the_store_is_out_of_reach(stor
         if requests < at:
             break
         assert seconds < TIMEOUT_S + 2 * GRACE_S + MARGIN_S, f"request {at}"
-        if error == "told to the others":  # both meetings were over, and nobody is left to tell
+        if error == "told to the others":  # the fault came after both exchanges, when no rank waits any more
             continue
         assert "rank 1" in error, error
         assert f"(127.0.0.1:{network.port}) " in error, error
@@ -135,7 +135,7 @@ def test_every_request_of_every_meeting_ends_when_the_store_is_out_of_reach(stor
     assert at > 10
 
 
-def test_a_rank_that_comes_when_the_host_of_the_store_has_ended_is_told_at_once(store) -> None:
+def test_a_rank_that_connects_after_the_store_has_ended_raises_at_once(store) -> None:
     network = Network(store.port)
     own = network.connect()
     network.cut()
@@ -144,7 +144,7 @@ def test_a_rank_that_comes_when_the_host_of_the_store_has_ended_is_told_at_once(
 
 
 def one_stops(folder: str) -> float:
-    """Rank 0, which hosts the store, stops before rank 1 has a connection of its own. Seconds it cost rank 1."""
+    """Stop rank 0, which hosts the store, before rank 1 has connected; return the seconds until rank 1's error."""
     mine, other = Path(folder) / str(dist.get_rank()), Path(folder) / str(1 - dist.get_rank())
     mine.with_suffix(".new").write_text(str(os.getpid()))
     mine.with_suffix(".new").rename(mine)
@@ -166,7 +166,7 @@ def one_stops(folder: str) -> float:
     return time.monotonic() - began
 
 
-def test_a_rank_does_not_wait_for_a_rank_that_hosts_the_store_and_is_stopped(tmp_path: Path) -> None:
+def test_a_rank_raises_in_time_if_the_host_of_the_store_is_stopped(tmp_path: Path) -> None:
     outcomes = run_on_ranks(one_stops, 2, str(tmp_path))
     assert [outcome.traceback for outcome in outcomes] == ["", ""]
     assert outcomes[1].value < TIMEOUT_S + 2 * GRACE_S + MARGIN_S

@@ -1,4 +1,4 @@
-"""A profile that is wrong in known ways, and runs on a machine that is as another profile says."""
+"""`feed_back` corrects a profile that is wrong in known ways by runs that are simulated with another profile."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests import ROOT
 
 SCHEDULES = ROOT / "tests" / "schedules"
 H200 = load_profile("h200-nvlink")
-# With one factor for each kind of compute, 38 multiprocessors held, instead of what was measured by waves and bytes.
+# One factor for each kind of compute and 38 multiprocessors held, instead of the curves measured by waves and bytes.
 FACTORS = {
     name: each if "@" in name else replace(each, multiprocessors=38.0, memory=1.29, matmuls=(), memories=())
     for name, each in H200.slowdowns.items()
@@ -31,7 +31,7 @@ BELIEVED = replace(H200, slowdowns=FACTORS)
 def machine(
     *, matmul: float = 1.0, kernels: float = 1.0, tables: float = 1.0, held: float = 38.0, memory: float = 1.27
 ) -> DeviceProfile:
-    """What the runs are made on: times of each kind are so many times what is believed."""
+    """Return the profile of the simulated machine: the believed times, multiplied by a factor for each kind."""
     slower = {"matmul": matmul, "generated": kernels}
     return replace(
         BELIEVED,
@@ -50,9 +50,9 @@ def machine(
 
 
 def run_on(truth: DeviceProfile, name: str, *, seed: int = 0, wild: float = 0.03) -> Run:
-    """A step planned with what is believed, as it runs; times scatter by 4%, and some are three times as long.
+    """Plan a step with the believed profile and run it on `truth`; times scatter by 4%, and some are tripled.
 
-    By rules alone: a search would leave no gather beside the kernels that it slows, and so nothing to learn from.
+    It is planned without a search, which would leave no gather beside kernels that it slows, and so no data to fit.
     """
     ctx = Context(profile=BELIEVED, reorder_collectives=True, overlap_margin=1.5, passes=ORDER[: ORDER.index("refine")])
     schedule = estimated(parse((SCHEDULES / f"{name}.sched").read_text()), BELIEVED)
@@ -91,7 +91,7 @@ def fed_back():
     return truth, runs, feed_back(BELIEVED, runs)
 
 
-def test_what_was_held_out_is_predicted_nearer(fed_back):
+def test_held_out_times_are_predicted_better(fed_back):
     _, _, feedback = fed_back
     errors = {each.kind: each for each in feedback.errors}
     assert set(errors) == {"collectives", "kernels", "library calls"}
@@ -101,11 +101,11 @@ def test_what_was_held_out_is_predicted_nearer(fed_back):
     assert not feedback.refused
 
 
-def test_numbers_come_near_those_of_the_machine(fed_back):
+def test_fitted_numbers_are_near_those_of_the_machine(fed_back):
     truth, runs, feedback = fed_back
     assert feedback.profile.slowdowns["all_gather"].memory == pytest.approx(1.6, rel=0.03)
     held = feedback.profile.slowdowns["all_gather"].multiprocessors
-    assert abs(held - 24) < abs(38 - 24) / 2  # waves come in steps: several numbers explain the same times
+    assert abs(held - 24) < abs(38 - 24) / 2  # numbers of waves are integers: several values explain the same times
     for name, size in (("matmul", 481036337152), ("matmul", 137438953472)):
         expected = truth.curve_rate(name, "bf16", size)
         assert feedback.profile.curve_rate(name, "bf16", size) == pytest.approx(expected, rel=0.03)
@@ -116,7 +116,7 @@ def test_numbers_come_near_those_of_the_machine(fed_back):
         assert abs(now / true - 1) < 0.02 < 0.1 < abs(was / true - 1)
 
 
-def test_every_change_says_what_it_rests_on(fed_back):
+def test_every_change_names_its_nodes_and_both_values(fed_back):
     _, runs, feedback = fed_back
     assert all(3 <= change.nodes <= sum(len(run.measured_ns) for run in runs) for change in feedback.changes)
     by_name = {change.parameter: change for change in feedback.changes}
@@ -133,13 +133,13 @@ def test_curves_of_contention_are_scaled_as_a_whole():
         return replace(BELIEVED, slowdowns=slowdowns)
 
     believed, truth = beside(1.0), beside(1.3)
-    # A step whose plan has enough memory-bound kernels beside gathers; that of llama_8b_fsdp4 leaves hardly any there.
+    # The plan of hsdp has enough memory-bound kernels beside gathers; that of llama_8b_fsdp4 has hardly any.
     feedback = feed_back(believed, [run_on(truth, f"hsdp.{which}") for which in ("forward", "backward")])
     for size, times in feedback.profile.slowdowns["all_gather"].memories:
         assert times == pytest.approx(1.3 * dict(believed.slowdowns["all_gather"].memories)[size], rel=0.05)
 
 
-def test_sizes_that_were_not_seen_stay(fed_back):
+def test_sizes_without_measurements_are_unchanged(fed_back):
     _, _, feedback = fed_back
     old, new = dict(BELIEVED.curves["matmul.bf16"]), dict(feedback.profile.curves["matmul.bf16"])
     seen = [change for change in feedback.changes if change.parameter.startswith("matmul.bf16")]
@@ -150,7 +150,7 @@ def test_sizes_that_were_not_seen_stay(fed_back):
     assert feedback.profile.table("all_reduce", 4, "bf16") == BELIEVED.table("all_reduce", 4, "bf16")
 
 
-def test_a_machine_as_believed_changes_next_to_nothing():
+def test_a_machine_as_believed_changes_numbers_only_slightly():
     run = run_on(BELIEVED, "fsdp8.forward", seed=1)
     feedback = feed_back(BELIEVED, [run])
     for change in feedback.changes:
@@ -158,8 +158,8 @@ def test_a_machine_as_believed_changes_next_to_nothing():
         assert change.after == pytest.approx(change.before, rel=0.15)
 
 
-def test_nothing_is_fitted_to_chance():
-    """Times that have nothing to do with what is predicted."""
+def test_random_times_change_numbers_by_at_most_a_factor_of_three():
+    """The measured times are random and independent of the predictions."""
     run = run_on(BELIEVED, "fsdp8.forward")
     rng = random.Random(5)
     wild = replace(run, measured_ns={name: ns * 10 ** rng.uniform(-1, 1) for name, ns in run.measured_ns.items()})
@@ -168,22 +168,22 @@ def test_nothing_is_fitted_to_chance():
     assert len(before) == len(observe(feedback.profile, [wild]))
 
 
-def test_no_measurement_changes_nothing():
+def test_a_run_without_measurements_changes_nothing():
     run = run_on(BELIEVED, "fsdp8.forward")
     feedback = feed_back(BELIEVED, [replace(run, measured_ns={}, beside={})])
     assert feedback.profile == BELIEVED
     assert feedback.changes == feedback.errors == feedback.refused == ()
 
 
-def test_a_run_that_does_not_say_what_ran_beside_what_fits_no_contention():
+def test_without_shares_of_overlap_no_contention_is_fitted():
     run = run_on(machine(matmul=1.2, memory=1.6), "llama_8b_fsdp4.forward")
     feedback = feed_back(BELIEVED, [replace(run, beside={})])
     assert feedback.profile.slowdowns == BELIEVED.slowdowns
     assert any(change.parameter.startswith("matmul.bf16") for change in feedback.changes)
 
 
-def test_what_is_off_by_far_has_another_reason():
-    """Kernels of a machine that is busy with something else take ten times as long, alone or not."""
+def test_times_that_are_off_by_far_are_not_fitted():
+    """Kernels take ten times as long, overlapped or not, because the machine is busy with something else."""
     run = run_on(BELIEVED, "fsdp8.forward")
     kernels = {node.name for node in run.schedule.nodes if node.kind is Kind.KERNEL}
     slow = {name: ns * (10 if name in kernels else 1.3) for name, ns in run.measured_ns.items()}

@@ -1,4 +1,4 @@
-"""What measures GPUs, tried over gloo: every number is there, and ranks stay together."""
+"""The calibration of GPUs, run over gloo on CPUs: every number is measured, and ranks stay in step."""
 
 import json
 from dataclasses import replace
@@ -50,13 +50,16 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
     assert {(t.collective, t.ranks) for t in profile.tables} == {(c, n) for c in NAMES for n in (2, 4)}
     assert all(ns > 0 for table in profile.tables for _, ns in table.points)
     assert set(profile.curves) == {"matmul.fp32", "attention.fp32", "attention_backward.fp32"}
-    assert [flops for flops, _ in profile.curves["matmul.fp32"]] == [1024, 8192]  # two shapes of one size: one point
+    assert [flops for flops, _ in profile.curves["matmul.fp32"]] == [
+        1024,
+        8192,
+    ]  # two shapes of equal FLOPs give one point
     assert profile.slowdowns["other"].matmul >= 1
     assert profile.slowdowns["other"].own_matmul == profile.collective_slowdown >= 1
     assert profile.collective_floor_ns > 0
     assert [flops for flops, _ in profile.throttle["matmul"]] == [1024, 8192]
     assert profile.throttled("matmul", 1024) >= 1
-    (paused, _), (busy, _) = profile.clock_by_utilization  # of a thousand
+    (paused, _), (busy, _) = profile.clock_by_utilization  # in thousandths
     assert 0 <= paused < 500 < busy <= 1000
     assert all(0 < clock_ratio <= 1 for _, clock_ratio in profile.clock_by_utilization)
     assert 0 <= profile.collective_load <= 1
@@ -66,8 +69,8 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
     assert profile_from_json(profile_to_json(profile)) == profile
 
 
-def test_what_no_collective_ran_beside_is_left_out():
-    """Long matmuls, and attention: the others make the curves, and the longest of them stands for what is longer."""
+def test_calls_that_no_collective_overlapped_are_left_out():
+    """Here long matmuls and attention: curves have the other points, and the longest one counts for longer calls."""
     one_wave, four, fourteen = shapes = [(4096, 8, 1024), (4096, 8, 4096), (4096, 8, 14336)]
     effort = replace(TINY, beside_matmuls=shapes, beside_moved=[8, 64])
     gather = {
@@ -80,13 +83,13 @@ def test_what_no_collective_ran_beside_is_left_out():
     assert (found["memory"], found["memories"], found["own_memory"]) == (1.5, [[8, 1.5]], 2.5)
     assert "attention" not in found
     scatter = {f"matmul {four}": (1.7, 1.35), "memory 8": (1.1, 1.5), "attention": (1.2, 1.1)}
-    other = slowdown_of(effort, 132, mean_of([gather, scatter]))  # of what both ran beside
+    other = slowdown_of(effort, 132, mean_of([gather, scatter]))  # only calls that both collectives overlapped
     assert (other["matmuls"], other["memory"]) == ([[4, pytest.approx(1.6)]], pytest.approx(1.3))
     with pytest.raises(CalibrationError, match="out of step"):
         slowdown_of(effort, 132, {"memory 8": (1.5, 2.5)})
 
 
-def test_medians_keep_what_is_no_number():
+def test_medians_keep_values_that_are_not_numbers():
     ranks = [{"a": [1.0, "x"], "n": 3}, {"a": [5.0, "x"], "n": 3}, {"a": [2.0, "x"], "n": 3}]
     assert median_of(ranks) == {"a": [2.0, "x"], "n": 3}
     assert median_of(ranks, max) == {"a": [5.0, "x"], "n": 3}
@@ -94,7 +97,7 @@ def test_medians_keep_what_is_no_number():
         median_of([[1.0], [1.0, 2.0]])
 
 
-def test_a_step_waits_for_the_device_with_the_lowest_clock():
+def test_the_profile_has_the_clock_of_the_slowest_device():
     ranks = [
         {"quantities": {"clock_by_utilization": [[700.0 + at, 0.7], [1000.0, ratio]], "kernel_floor_ns": 1.0 + at},
          "tables": [], "curves": {}, "facts": {}}
@@ -105,7 +108,7 @@ def test_a_step_waits_for_the_device_with_the_lowest_clock():
     assert quantities["kernel_floor_ns"]["value"] == 2.0
 
 
-def test_a_call_is_timed_among_others_and_a_launch_by_itself():
+def test_a_call_is_timed_between_other_calls_and_a_launch_by_itself():
     clock = CpuClock()
     small, large = (torch.rand(size, size) for size in (8, 256))
     assert compute_ns(clock, lambda: large @ large) > compute_ns(clock, lambda: small @ small) > 0
@@ -114,11 +117,11 @@ def test_a_call_is_timed_among_others_and_a_launch_by_itself():
     assert [order[at + 1] for at, each in enumerate(order) if each == "ahead"] == ["call", "call"]
     calls = []
     launch_ns(clock, lambda: calls.append(1), launches=50, rounds=2)
-    assert len(calls) == 1 + 2 * 2  # 100 launches a sample are two calls of 50
+    assert len(calls) == 1 + 2 * 2  # a sample of 100 launches is two calls of 50
 
 
 class Scripted(CpuClock):
-    """Says how long each sample took."""
+    """A clock that returns given times of samples."""
 
     def __init__(self, queued, *spans_ns):
         self.queued, self.spans_ns = queued, list(spans_ns)
@@ -128,8 +131,8 @@ class Scripted(CpuClock):
 
 
 @pytest.mark.parametrize(("queued", "counts"), [(True, 57.0), (False, 58.0)])
-def test_a_host_that_stalls_is_no_part_of_what_a_queued_collective_takes(queued, counts):
-    """As seen on H200s: 213 us in a table between 15 and 205, where other runs had 57."""
+def test_the_time_of_a_queued_collective_excludes_stalls_of_the_host(queued, counts):
+    """Seen on H200s: a table had 213 us between 15 and 205 us, where other runs had 57 us."""
     launched = []
 
     def launch():
@@ -140,7 +143,7 @@ def test_a_host_that_stalls_is_no_part_of_what_a_queued_collective_takes(queued,
     assert len(launched) == (1 + 10 if queued else 1) + 3 * 11
 
 
-def test_profiles_of_nonsense_are_refused():
+def test_a_profile_with_an_unknown_quantity_is_refused():
     nonsense = {"quantities": {"host_linc": 1.0}, "tables": [], "curves": {}, "facts": {}}
     with pytest.raises(ConfigError, match="no quantity named 'host_linc'; nearest: host_link"):
         profile_document("x", "o", [nonsense], lambda _: {})

@@ -1,8 +1,8 @@
-"""The shortest step of all legal orders of a small schedule, found by a constraint solver (CP-SAT).
+"""The shortest step over all legal orders of a small schedule, found by a constraint solver (CP-SAT).
 
-On a machine without contention and launch costs; times are whole ns, and whatever is launched takes at least one. The
-compute stream is a machine that runs one node at a time, where a start, a wait or a view takes no time; each queue is
-another, whose collectives run in the order they were issued.
+There is no contention and launches are free; times are whole ns, at least one for a launched node. The compute stream
+runs one node at a time, and starts, waits and views take no time on it; every queue runs its collectives in the order
+in which they were issued.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Node, Schedule
 
-_TICKS = 1000  # of the solver a ns, so that "just before" costs no whole one
+_TICKS = 1000  # solver ticks per ns, so that "just before" costs less than a ns
 _ON_STREAM = (*COMPUTE, Kind.COMM)
 _ON_QUEUE = COMMUNICATION
 
 
 def optimum(schedule: Schedule, *, seconds: float = 20.0) -> tuple[int, Schedule]:
-    """(the least step in whole ns, an order that takes it). The order of collectives is free, as for the bound."""
-    from ortools.sat.python import cp_model  # imports pandas: here it does not while a worker collects tests
+    """Return the least step in whole ns and its order; the order of collectives is free, as for the bound."""
+    from ortools.sat.python import cp_model  # imports pandas, which collecting the tests should not do
 
     model = cp_model.CpModel()
     horizon = sum(map(_ticks, schedule.nodes)) + 1
@@ -40,7 +40,7 @@ def optimum(schedule: Schedule, *, seconds: float = 20.0) -> tuple[int, Schedule
             runs, over = model.new_int_var(0, horizon, f"r{at}"), model.new_int_var(0, horizon, f"o{at}")
             interval = model.new_interval_var(runs, _ticks(node), over, f"q{at}")
             if node.kind is Kind.COMM:
-                model.add(runs == begins[at])  # the stream stands still for exactly as long as it runs
+                model.add(runs == begins[at])  # it blocks the stream exactly while it runs
             else:
                 model.add(runs >= begins[at])
             queues.setdefault("" if node.comm is None else node.comm.group, []).append((at, runs, interval))
@@ -50,9 +50,9 @@ def optimum(schedule: Schedule, *, seconds: float = 20.0) -> tuple[int, Schedule
         for number, (one, runs, _) in enumerate(members):
             for other, runs_too, _ in members[:number]:
                 first = model.new_bool_var(f"f{one}_{other}")
-                model.add(begins[one] < begins[other]).only_enforce_if(first)  # of two issued at once, as they stand
+                model.add(begins[one] < begins[other]).only_enforce_if(first)  # if issued at once, in schedule order
                 model.add(runs <= runs_too).only_enforce_if(first)
-                # Nothing is issued while the stream stands still for a collective that waits for itself.
+                # No collective is issued while a blocking collective blocks the stream.
                 issued = ends[other] if schedule.nodes[other].kind is Kind.COMM else begins[other]
                 model.add(issued <= begins[one]).only_enforce_if(first.negated())
                 model.add(runs_too <= runs).only_enforce_if(first.negated())

@@ -1,4 +1,4 @@
-"""The clock that a step's own load leaves."""
+"""The GPU clock under a step's own load scales the estimates of library calls."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ k = kernel(t) : 8B 100ns"""
 
 
 def stretched(text):
-    """How many times as long the matmul of `text` takes as in a burst, and the timeline that says so."""
+    """Return the matmul's time in the step `text` relative to its time in a burst, and the timeline."""
     after = settled(simulate(parse(text), THROTTLED))
     return after.schedule.node("m").estimate.ns / 100, after
 
@@ -40,15 +40,15 @@ def test_a_step_without_a_pause_is_near_full_load():
     assert after.schedule.node("m").estimate.source == "given"
 
 
-def test_a_step_that_often_waits_is_near_the_highest_clock():
+def test_a_step_with_long_waits_is_near_the_highest_clock():
     times, after = stretched(BUSY + "\ng = all_gather(k) @dp : 8B 1000ns\nw = wait(g)")
     assert times == pytest.approx(1.5 * 0.7)
-    assert after.schedule.node("t").estimate.ns == pytest.approx(100)  # nothing is faster than in a burst
+    assert after.schedule.node("t").estimate.ns == pytest.approx(100)  # never faster than in a burst
     assert after.exposed_ns == 1000
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5])
-def test_in_between_it_changes_evenly_and_collectives_count_for_a_part(part):
+def test_the_clock_is_interpolated_by_load_and_collectives_count_partly(part):
     text = BUSY + "\ng = all_gather(k) @dp : 8B 30ns\nw = wait(g)"
     after = settled(simulate(parse(text), replace(THROTTLED, collective_load=part)))
     busy = round(1000 * (380 + 30 * part) / 410) / 1000
@@ -56,8 +56,8 @@ def test_in_between_it_changes_evenly_and_collectives_count_for_a_part(part):
     assert after.schedule.node("m").estimate.ns == pytest.approx(150 * clock_ratio)
 
 
-def test_what_a_collective_slows_is_no_hotter_for_that():
-    """The stream is never idle, but computes for a third of the time only: the collective holds it up."""
+def test_compute_slowed_by_a_collective_counts_with_its_own_time_as_load():
+    """The stream is never idle, but computes for only a third of the time because the collective slows it."""
     slowed = replace(THROTTLED, slowdowns={"other": Slowdown(matmul=3.0, memory=3.0, attention=3.0)})
     timeline = simulate(
         parse("g = all_gather(x) @dp : 8B 2000ns; " + BUSY.replace("\n", "; ") + "; w = wait(g)"), slowed
@@ -66,8 +66,8 @@ def test_what_a_collective_slows_is_no_hotter_for_that():
     assert settled(timeline).schedule.node("m").estimate.ns == pytest.approx(150 * 0.7)
 
 
-def test_one_clock_explains_what_a_layer_takes():
-    """A call slower than its own limit, one at it, and one that no clock slows."""
+def test_the_clock_ratio_is_fitted_to_the_time_of_a_layer():
+    """One call is slower in the layer than in its burst, one as fast, and one does not depend on the clock."""
     bursts = [(100.0, 1.4), (100.0, 1.1), (50.0, 1.0)]
     assert clock_ratio_of(bursts, 250.0) == pytest.approx(1 / 1.4, abs=1e-3)
     assert clock_ratio_of(bursts, 100 * 1.12 + 100 + 50) == pytest.approx(0.8, abs=1e-3)
@@ -75,14 +75,14 @@ def test_one_clock_explains_what_a_layer_takes():
     assert clock_ratio_of(bursts, 999.0) == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_clock_says_how_much_of_the_time_was_computed():
+def test_utilization_is_interpolated_from_the_clock_ratio():
     clock_ratio = [[600.0, 0.7], [800.0, 0.8], [1000.0, 1.0]]
     assert [utilization_at(clock_ratio, value) for value in (0.6, 0.7, 0.75, 0.8, 0.95, 1.0)] == pytest.approx(
         [0.6, 0.6, 0.7, 0.8, 0.95, 1.0]
     )
 
 
-def test_a_collective_begins_a_while_after_what_it_waits_for():
+def test_a_collective_begins_a_gap_after_its_input():
     text = "k = kernel(x) : 8B 100ns; g = all_gather(k) @dp : 8B 30ns; w = wait(g)"
     assert simulate(parse(text), DeviceProfile("gpu", collective_gap_ns=5)).step_ns == 135
     assert simulate(parse(text), DeviceProfile("gpu")).step_ns == 130
@@ -94,7 +94,7 @@ def test_without_known_throttling_nothing_changes(profile):
     assert settled(timeline) is timeline
 
 
-def test_what_was_measured_in_a_burst_is_estimated_at_full_load(tmp_path):
+def test_a_time_measured_in_a_burst_is_estimated_at_full_load(tmp_path):
     import torch
 
     (node,) = parse("m = extern:mm(a, b) flops=100 write=8B in=bfloat16").nodes
@@ -107,6 +107,6 @@ def test_what_was_measured_in_a_burst_is_estimated_at_full_load(tmp_path):
     assert calls.estimate(node).ns == pytest.approx(1500)
 
 
-def test_a_profile_keeps_it():
+def test_a_stored_profile_has_the_throttling():
     again = profile_from_json(profile_to_json(THROTTLED))
     assert again == replace(THROTTLED, origins=again.origins)

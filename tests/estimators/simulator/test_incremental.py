@@ -1,4 +1,4 @@
-"""What an incremental replay says is what the simulator says of the whole order: to the last bit, after every move."""
+"""After every move, an incremental replay gives bitwise the same times as a simulation of the whole order."""
 
 import random
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def native(schedule: Schedule, profile: DeviceProfile, block: int = BLOCK) -> Na
 
 
 def check(replay: Replay, schedule: Schedule, profile: DeviceProfile) -> Timeline:
-    """The replay's order, and all it says of it, against the simulator's."""
+    """Compare the replay with a simulation of its order, and return the simulated timeline."""
     names = [schedule.nodes[at].name for at in replay.order]
     whole = simulate(schedule.replace_order(names, reorder_collectives=True), profile)
     timing = replay.timing
@@ -52,7 +52,7 @@ def check(replay: Replay, schedule: Schedule, profile: DeviceProfile) -> Timelin
 
 
 def legal_move(schedule: Schedule, replay: Replay, rng: random.Random) -> tuple[int, int, int]:
-    """(low, high, to) of some move that keeps every dependence but the order of collectives."""
+    """Return (low, high, to) of a random move that keeps every dependence except the order of collectives."""
     deps = dependencies.of(schedule)
     count = len(schedule.nodes)
     low = rng.randrange(count)
@@ -74,7 +74,7 @@ def legal_move(schedule: Schedule, replay: Replay, rng: random.Random) -> tuple[
 
 @given(schedules(most_nodes=30), st.integers(0, 10**6), st.sampled_from(PROFILES), st.sampled_from((1, 2, 3, 24)))
 @settings(max_examples=400, deadline=None)
-def test_after_every_move_it_is_what_the_whole_order_takes(schedule, seed, profile, block):
+def test_a_replay_equals_a_simulation_of_the_whole_order_after_every_move(schedule, seed, profile, block):
     rng = random.Random(seed)
     replay, in_c = Replay(schedule, profile, block=block), native(schedule, profile, block)
     check(replay, schedule, profile)
@@ -83,7 +83,7 @@ def test_after_every_move_it_is_what_the_whole_order_takes(schedule, seed, profi
         tried = replay.try_move(*move)
         assert in_c.try_move(*move) == tried
         if rng.random() < 0.3:
-            other = legal_move(schedule, replay, rng)  # what was tried before leaves no trace
+            other = legal_move(schedule, replay, rng)  # an earlier try must have no effect
             assert in_c.try_move(*other) == replay.try_move(*other)
         if rng.random() < 0.8:
             replay.move(*move)
@@ -96,7 +96,7 @@ def test_after_every_move_it_is_what_the_whole_order_takes(schedule, seed, profi
 
 
 def step_of_layers(layers: int) -> str:
-    """Gathers ahead of two matmuls a layer, scatters behind them on the same queue, tensor parallelism on another."""
+    """Return a step whose layers gather, run two matmuls, and reduce-scatter; tensor parallelism has another queue."""
     lines = ["h = input : 0B"]
     last = "h"
     for n in range(layers):
@@ -110,7 +110,7 @@ def step_of_layers(layers: int) -> str:
     return "\n".join(lines)
 
 
-def test_a_move_far_from_the_end_replays_a_small_part_of_a_long_step():
+def test_a_move_in_a_long_step_replays_a_small_part_of_it():
     schedule, profile = parse(step_of_layers(120)), load_profile("h200-nvlink")
     replay, in_c, rng = Replay(schedule, profile), native(schedule, profile), random.Random(3)
     changed = 0
@@ -141,8 +141,8 @@ def test_a_move_far_from_the_end_replays_a_small_part_of_a_long_step():
 
 
 @pytest.mark.parametrize(("kernels", "gains"), [(200, 0.0), (80, 549.0), (20, 870.0)])
-def test_what_waits_for_a_slow_host_is_replayed_too(kernels, gains):
-    """A host that is far behind at first is ahead of the stream later: what was gained is lost there, or part of it."""
+def test_nodes_that_wait_for_a_slow_host_are_replayed(kernels, gains):
+    """A move saves time while the GPU is the limit; later the slow host is, and all or part of the gain is lost."""
     tail = "; ".join(f"k{n} = kernel(x) : 0B 1ns" for n in range(kernels))
     schedule = parse(f"a = kernel(x) : 0B 2000ns; g = all_gather(p) @dp : 0B 900ns; w = wait(g); {tail}")
     profile = DeviceProfile("slow host", launch_ns=30.0)
@@ -157,14 +157,14 @@ def test_what_waits_for_a_slow_host_is_replayed_too(kernels, gains):
     assert replay.timing == before
 
 
-def test_without_a_compiler_python_replays(tmp_path, monkeypatch):
+def test_without_a_compiler_the_replay_runs_in_python(tmp_path, monkeypatch):
     schedule = parse(step_of_layers(3))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert isinstance(replay_of(schedule, IDEAL, tmp_path), Replay)
     assert simulate(schedule, IDEAL, tmp_path) == simulate(schedule, IDEAL)
 
 
-def test_an_error_in_a_call_from_c_is_raised_and_nothing_ends_the_process(monkeypatch):
+def test_an_error_in_a_callback_from_c_is_raised(monkeypatch):
     schedule, profile = (
         parse("ag = all_gather(%p) @dp(2) : 64B 9us; k = kernel(%x) : 64B 9us; w = wait(ag)"),
         PROFILES[1],

@@ -1,4 +1,4 @@
-"""The lower bound against the true optimum of small schedules."""
+"""The lower bound is at most the exact optimum of small schedules."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +12,7 @@ from tests.estimators.simulator.exact import optimum
 from tests.graphs import schedules
 
 
-def test_the_solver_finds_what_a_person_would():
+def test_the_solver_finds_the_known_optimum():
     schedule = parse("""
         a = kernel(x) : 0B 10ns; b = kernel(y) : 0B 20ns
         g = all_gather(p) @dp : 0B 30ns; w = wait(g); c = kernel(w, a, b) : 0B 5ns
