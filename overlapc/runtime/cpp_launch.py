@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -133,12 +132,9 @@ def _build_together(kernels: Sequence[CppKernel], cache: KernelCache, files: Ker
         library = build_library(together, files, compiler)
     except ToolchainError:
         return  # each is then compiled alone, and the error names the kernel at fault
-
-    def copy(path: Path) -> None:
-        shutil.copyfile(library, path)
-
+    content = library.read_bytes()
     for kernel in kernels:
-        cache.get_or_build(kernel.key(compiler), ".so", copy)
+        cache.put(kernel.key(compiler), ".so", content)
 
 
 def build_library(kernel: CppKernel, cache: KernelCache, compiler: Compiler) -> Path:

@@ -94,6 +94,13 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_works(tmp_path: Path):
     assert cache.get_or_build("k" * 40, ".so", Builder()).read_bytes() == b"kernel"
 
 
+def test_content_that_is_known_needs_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", None)  # to remove one takes 3 ms on some file systems
+    path = KernelCache(tmp_path).put("k" * 40, ".json", "text")
+    assert KernelCache(tmp_path).read("k" * 40, ".json") == b"text"
+    assert sorted(each.suffix for each in path.parent.iterdir()) == [".json", ".lock", ".sha256"]
+
+
 def test_threads_that_ask_at_once_share_one_build(tmp_path: Path):
     started = threading.Barrier(4)
     build = Builder()
