@@ -1,5 +1,5 @@
-"""Tests, in folders that mirror the source; what many of them use lies beside this file."""
+"""Tests, in folders that mirror the source; helpers shared by several folders lie beside this file."""
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository
+ROOT = Path(__file__).resolve().parents[1]  # the repository's root

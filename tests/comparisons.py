@@ -1,4 +1,5 @@
-"""Functions whose gradients go where a computed value equals another: backward must see the bits that forward saw."""
+"""Functions whose gradient is routed by comparing computed values (max, sort, where, clamp): backward must recompute
+exactly the bits that forward compared."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _picked(value: Tensor) -> Tensor:
     return value.gather(1, value.argmax(1, keepdim=True))
 
 
-# By name; x and y are matrices.
+# Name -> function of two matrices x and y.
 COMPARISONS: dict[str, Function] = {
     "amax": lambda x, y: (x.sin() * x).amax(1),
     "amin": lambda x, y: (x.exp() * y).amin(1),
@@ -48,7 +49,7 @@ COMPARISONS: dict[str, Function] = {
 
 
 def gradients_differ(name: str, dtype: torch.dtype, device: str, shape: tuple[int, int] = (5, 67)) -> str:
-    """What is wrong with the compiled gradients of a comparison; "" for nothing."""
+    """Return how the compiled result or gradients of a comparison differ from eager's, or "" if they agree."""
     function = COMPARISONS[name]
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator).to(dtype).to(device) for _ in range(2)]

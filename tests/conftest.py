@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Environment, order and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-# A test is about the compiler, not about what an earlier run of it left; tests/warm switches this on.
+# Tests must not use results that earlier runs left in the warm-start cache; tests/warm switches it on.
 os.environ.setdefault("OVERLAPC_WARM_START", "0")
-# Nor about how fast and how busy this machine is, which takes ten seconds to measure for each new cache folder.
+# Nor depend on the speed and load of this machine, which takes ten seconds to measure for each new cache folder.
 if not torch.cuda.is_available():
     os.environ.setdefault("OVERLAPC_PROFILE", "cpu-gloo")
 
-# Nor about the best order of nodes, which tests/passes and tests/schedules look at: a search is half of compiling.
+# Most tests do not need the best order of nodes, and searching for it takes half of the compile time: search less.
+# tests/passes and tests/schedules test the search.
 os.environ.setdefault("OVERLAPC_SEARCH_EFFORT", "100")
 
-# Files that take 20 seconds of a core or more, the longest first. Workers take files in this order: one that began with
-# a long file when nothing else is left would keep the other waiting.
+# Files that take 20 CPU seconds or more, longest first. Workers take files in this order: a worker that starts a long
+# file last would keep the other workers waiting.
 LONGEST = (
     "parallel/test_parity_steps.py",
     "programs/test_drawn.py",
@@ -54,19 +55,19 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; the others stay as they are."""
+    """Move the longest files to the front; keep the order of all other tests."""
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported until now stays: garbage collections, a tenth of the time otherwise, pass it by."""
+    """Freeze all objects imported so far: garbage collections that scan them would take a tenth of the time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def fresh_dynamo() -> None:
-    """Nothing that was compiled before is found."""
+    """Discard everything that Dynamo compiled before the test."""
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Builders that tests of schedules and passes share."""
+"""Schedule builders and checks shared by the tests of schedules and passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlapc.schedule.verify import verify
 
 
 def order_of(schedule: Schedule) -> list[str]:
-    """Names of the nodes in order."""
+    """Return the names of the nodes in order."""
     return [node.name for node in schedule.nodes]
 
 
@@ -26,7 +26,10 @@ def check_pass(
     reasons: Mapping[str, str] | None = None,
     ctx: Context | None = None,
 ) -> PassReport:
-    """`each` turns `before` into `after` (both text), for these reasons; what every pass keeps is checked too."""
+    """Assert that the pass `each` turns `before` into `after` (schedule texts) and reports these reasons.
+
+    Also asserts the invariants of every pass (`check_kept`). Returns the pass's report.
+    """
     ctx = ctx or Context()
     schedule, expected = parse(before), parse(after)
     moved, report = each(schedule, ctx)
@@ -38,7 +41,7 @@ def check_pass(
 
 
 def check_order(each: Pass, before: str, after: str, ctx: Context) -> None:
-    """`each` puts the schedule `before` into the order `after` (names); what every pass keeps is checked too."""
+    """Assert that the pass `each` reorders the schedule `before` into `after` (node names) and keeps the invariants."""
     schedule = parse(before)
     moved, _ = each(schedule, ctx)
     check_kept(schedule, moved, ctx)
@@ -46,7 +49,8 @@ def check_order(each: Pass, before: str, after: str, ctx: Context) -> None:
 
 
 def check_kept(schedule: Schedule, moved: Schedule, ctx: Context) -> None:
-    """What every pass keeps: rules, collective order, memory limit, and a step no slower than before."""
+    """Assert the invariants of every pass: a valid schedule, the order of collectives, the memory limit, and a
+    simulated step no slower than before."""
     verify(
         moved,
         "test",
@@ -58,17 +62,17 @@ def check_kept(schedule: Schedule, moved: Schedule, ctx: Context) -> None:
 
 
 def make(name: str, nodes: list[Node], buffers: list[Buffer], outputs: tuple[str, ...] = ()) -> Schedule:
-    """A schedule from parts."""
+    """Return a schedule of these nodes and buffers."""
     return Schedule(name, tuple(nodes), {buffer.name: buffer for buffer in buffers}, outputs)
 
 
 @st.composite
 def schedules(draw: st.DrawFn, most_nodes: int = 14) -> Schedule:
-    """Legal schedules: kernels, views, in-place updates, collectives on two groups, barriers, weak edges."""
+    """Draw valid schedules: kernels, views, in-place updates, collectives on two groups, barriers, weak edges."""
     buffers: list[Buffer] = []
     nodes: list[Node] = []
     values: list[str] = []  # names that may be read
-    in_flight: list[tuple[str, tuple[str, ...]]] = []  # a start's output, and what its collective uses
+    in_flight: list[tuple[str, tuple[str, ...]]] = []  # (output of a start, root buffers that its collective reads)
     root: dict[str, str] = {}
 
     def define(buffer: Buffer) -> None:
@@ -150,7 +154,7 @@ def schedules(draw: st.DrawFn, most_nodes: int = 14) -> Schedule:
 
 @st.composite
 def reordered(draw: st.DrawFn, schedule: Schedule) -> Schedule:
-    """Another legal order of `schedule`."""
+    """Draw another valid order of `schedule`."""
     from overlapc.schedule import dependencies
 
     deps = dependencies.of(schedule)
@@ -168,5 +172,5 @@ def reordered(draw: st.DrawFn, schedule: Schedule) -> Schedule:
 
 
 def peak(schedule: Schedule) -> int:
-    """Peak bytes of a schedule."""
+    """Return the peak memory of a schedule, in bytes."""
     return analyze(schedule).peak_bytes

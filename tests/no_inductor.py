@@ -1,7 +1,7 @@
-"""Proof that Inductor does no work: its lowering, scheduler and kernel generators raise when they are used.
+"""Check that Inductor is not used: its lowering, scheduler and kernel generators raise when they are called.
 
-torch loads parts of `torch._inductor` by itself (configuration, the partitioner's helpers), so that its
-absence from `sys.modules` would prove nothing.
+torch itself imports parts of `torch._inductor` (configuration, the partitioner's helpers), so its presence in
+`sys.modules` says nothing.
 
     with no_inductor():
         torch.compile(model, backend="overlapc")(x)
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
-# (module, class or None, function): every way from a graph to Inductor's code goes through some of these.
+# (module, class or None, function): whatever makes Inductor compile a graph calls at least one of these.
 ENTRANCES = (
     ("torch._inductor.compile_fx", None, "compile_fx"),
     ("torch._inductor.compile_fx", None, "compile_fx_inner"),
@@ -31,12 +31,12 @@ ENTRANCES = (
 
 
 class InductorUsed(BaseException):
-    """Not an Exception, so that nothing between here and the test swallows it."""
+    """An entry point of Inductor was called. Not an Exception, so that no `except Exception` on the way catches it."""
 
 
 @contextlib.contextmanager
 def no_inductor() -> Iterator[None]:
-    """Until the block ends, InductorUsed rises from whatever calls one of ENTRANCES."""
+    """Make every function in ENTRANCES raise InductorUsed inside the block."""
     with contextlib.ExitStack() as stack:
         for module, owner, name in ENTRANCES:
             holder: Any = importlib.import_module(module)

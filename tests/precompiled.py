@@ -1,4 +1,4 @@
-"""Models in a module of their own: torch finds what it kept by its source."""
+"""Models for tests of precompilation, in a module of their own because torch's cache keys include the source file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 
 class WithActivation(nn.Module):
-    """Which function it calls is up to the object."""
+    """A module that calls a function stored as its attribute."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -6,10 +6,10 @@
     outcomes = run_on_ranks(work, 2, 0.5)       # one Outcome per rank; errors are outcomes too
     values = values_on_ranks(work, 2, 0.5)      # or: the values, and the test fails with every rank's traceback
 
-Launcher and ranks are forked from a server that has imported torch and the compiler and has done nothing else: a new
-interpreter for each would take 2 to 5 seconds of a core to get as far. Only ranks on GPUs are new interpreters.
-Still, tests share a launch where they can: let `work` go through many cases and return what it saw. Whatever happens,
-all processes are gone when the call returns.
+Launcher and ranks are forked from a server process that has only imported torch and the compiler: starting a new
+interpreter for each would take 2 to 5 CPU seconds. Only ranks on GPUs are new interpreters. Tests still share a launch
+where they can: let `work` run many cases and return their results. In every case, including errors and timeouts, all
+processes have ended when the call returns.
 """
 
 from __future__ import annotations
@@ -34,31 +34,35 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Otherwise restarted ranks may read gloo addresses that the ended ones left in the shared store (torch 2.13).
+# Without the second variable, restarted ranks may read gloo addresses that the previous ranks left in the shared store
+# (torch 2.13).
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _STARTING = threading.Lock()  # tests may launch from several threads
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank did in its last attempt."""
+    """Result or error of one rank's last attempt."""
 
     rank: int
     attempt: int  # elastic restarts before it
     pid: int
     seconds: float
     value: Any = None
-    error_type: str = ""  # "" when it returned
+    error_type: str = ""  # "" if the function returned
     error: str = ""  # the message
     traceback: str = ""
 
 
 class LaunchFailed(AssertionError):
-    """Ranks hung, died or left no outcome; holds what they printed."""
+    """Ranks hung, died or wrote no outcome; the message contains their output."""
 
 
 def values_on_ranks(function: Callable[..., Any], nproc: int, *args: Any, **how: Any) -> list[Any]:
-    """`function(*args)` on every rank, by rank; LaunchFailed with the tracebacks when one raises."""
+    """Return the value of `function(*args)` on every rank, in rank order.
+
+    Raises LaunchFailed with the tracebacks of all ranks that raised.
+    """
     outcomes = run_on_ranks(function, nproc, *args, **how)
     failed = [outcome for outcome in outcomes if outcome.error_type]
     if failed:
@@ -76,12 +80,13 @@ def run_on_ranks(
     backend: str = "gloo",
     prepare: Callable[[], Any] = int,
 ) -> list[Outcome]:
-    """Run `function(*args)` on `nproc` ranks; arguments and values must pickle.
+    """Run `function(*args)` on `nproc` ranks and return their outcomes; arguments and values must pickle.
 
-    A rank whose function raises still lets the others finish, except with `max_restarts`: then it fails as
-    a user's would, and all ranks are started again. LaunchFailed after `timeout_s`, or without an outcome.
-    env: more variables, set before the function is called but after torch was imported.
-    prepare: called once, before ranks are forked: imports of seconds, which ranks then share.
+    If the function raises on one rank, the other ranks still run to their end. With `max_restarts`, the rank fails
+    like a user's rank would, and the launcher restarts all ranks. Raises LaunchFailed after `timeout_s`, or if a rank
+    left no outcome.
+    env: additional variables, set before the function is called but after torch was imported.
+    prepare: called once before the ranks are forked, for imports that take seconds and that all ranks then share.
     """
     with _STARTING:
         server = _server()
@@ -99,8 +104,11 @@ def run_on_ranks(
 
 
 def on_gpus(ranks: int) -> dict[str, Any]:
-    """How `values_on_ranks` launches ranks on the GPUs that there are: over NCCL on one each, or over gloo on those
-    that they share, which NCCL refuses. A rank's function begins with `take_gpu`."""
+    """Return the arguments with which `values_on_ranks` launches ranks on this machine's GPUs.
+
+    With a GPU for every rank: NCCL. With fewer: ranks share GPUs, which NCCL refuses, and communicate over gloo.
+    A rank's function must begin with `take_gpu`.
+    """
     import torch
 
     if torch.cuda.device_count() >= ranks:
@@ -109,7 +117,7 @@ def on_gpus(ranks: int) -> dict[str, Any]:
 
 
 def take_gpu() -> None:
-    """Makes this rank's GPU the current one."""
+    """Make this rank's GPU the current device."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +125,10 @@ def take_gpu() -> None:
 
 
 def whole_tensor(tensor: Any) -> Any:
-    """A tensor, gathered if it is a DTensor: on the host if gloo serves GPUs, as torch's gather kills ranks there."""
+    """Return the tensor, or the full tensor of a DTensor.
+
+    Gathers on the CPU if gloo communicates GPU tensors, because torch's gather of GPU tensors crashes ranks then.
+    """
     import torch.distributed as dist
 
     if not hasattr(tensor, "full_tensor"):
@@ -128,7 +139,7 @@ def whole_tensor(tensor: Any) -> Any:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
+    """Whether the process is running (a zombie is not)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -138,13 +149,13 @@ def alive(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every rank does."""
+    """What every rank runs, and how."""
 
-    out: Path  # the folder for what launcher and ranks leave
+    out: Path  # the folder for the files that launcher and ranks write
     function: Callable[..., Any]
     args: tuple[Any, ...]
     timeout_s: float
-    ends: float  # when that has passed, on the clock of time.monotonic
+    ends: float  # deadline, on the clock of time.monotonic
     max_restarts: int
     backend: str
     prepare: Callable[[], Any]
@@ -152,10 +163,13 @@ class _Job:
 
 @lru_cache(None)
 def _server() -> ForkServerContext:
-    """The server of this process, which ends with it. Returns when it has imported what launches need."""
+    """Start the fork server of this process, wait until it has imported what launches need, and return it.
+
+    The server ends with this process.
+    """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["pytest", "torch.distributed.run", "torch._dynamo", "overlapc.compilation.stages"])
-    with mock.patch.dict(os.environ, _ENVIRONMENT):  # some of it is read by what is imported
+    with mock.patch.dict(os.environ, _ENVIRONMENT):  # because some variables are read at import
         first = server.Process(target=int)
         first.start()
     first.join()
@@ -163,7 +177,7 @@ def _server() -> ForkServerContext:
 
 
 def _launched(server: ForkServerContext, job: _Job, nproc: int, env: dict[str, str]) -> str:
-    """What launcher and ranks of a job printed until they had ended, or LaunchFailed."""
+    """Run a job to its end and return the output of launcher and ranks; LaunchFailed if it exceeds its deadline."""
     log = job.out / "log"
     log.touch()
     launcher = server.Process(target=_launch, args=(job, nproc, {**os.environ, **_ENVIRONMENT, **env}))
@@ -174,7 +188,7 @@ def _launched(server: ForkServerContext, job: _Job, nproc: int, env: dict[str, s
             printed = (path.read_text(errors="replace") for path in (log, *sorted(job.out.glob("stacks.*"))))
             raise LaunchFailed(f"ranks still ran after {job.timeout_s:g} s\n" + "".join(printed))
     finally:
-        launcher.terminate()  # it passes it on; nothing happens to one that has ended
+        launcher.terminate()  # the launcher forwards the signal to its ranks; no effect if it has ended
         launcher.join(5)
         launcher.kill()
         launcher.join()
@@ -185,7 +199,7 @@ def _launched(server: ForkServerContext, job: _Job, nproc: int, env: dict[str, s
 
 
 def _launch(job: _Job, nproc: int, environment: dict[str, str]) -> None:
-    """The launcher's process, from start to end."""
+    """Run the launcher's process from start to end."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -195,8 +209,8 @@ def _launch(job: _Job, nproc: int, environment: dict[str, str]) -> None:
     os.dup2(sink, 2)
     os.environ.clear()
     os.environ.update(environment)
-    # CUDA survives no fork once it was asked for its devices. LaunchConfig asks, and so do modules of tests on GPUs,
-    # which `job` has imported here: their ranks are new interpreters.
+    # A process that has queried CUDA devices cannot use CUDA after a fork. LaunchConfig queries them, hence the patch.
+    # Modules of GPU tests, which unpickling `job` imported here, do so as well: their ranks are new interpreters.
     with mock.patch("torch.cuda.is_available", return_value=False):
         how = LaunchConfig(
             min_nodes=1,
@@ -215,17 +229,17 @@ def _launch(job: _Job, nproc: int, environment: dict[str, str]) -> None:
 
 
 def _work(job: _Job) -> None:
-    """A rank's process, from start to end."""
+    """Run a rank's process from start to end."""
     import torch.distributed as dist
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the launcher's handlers raise
     pid, rank = os.getpid(), int(os.environ["RANK"])
     (job.out / f"pid.{pid}").touch()
-    gc.freeze()  # what the server had imported: collections would look at all of it, and copy it
+    gc.freeze()  # else collections would scan all objects that the server imported, and so copy their memory pages
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    stacks = (job.out / f"stacks.{rank}").open("w")  # of each rank in a file: written at once, they would mix
-    faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1), file=stacks)  # where it hangs
+    stacks = (job.out / f"stacks.{rank}").open("w")  # one file per rank, so that concurrent dumps do not mix
+    faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1), file=stacks)  # if it hangs
     dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout_s))
     began = time.monotonic()
     outcome = None

@@ -1,4 +1,4 @@
-"""Gradients that go where a computed value equals another are eager's, in every precision."""
+"""Gradients that are routed by comparing computed values equal eager's, in every floating-point dtype."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from tests.comparisons import COMPARISONS, gradients_differ
 
-# One of each way to compare. float64 and float16 take the ways of float32 and bfloat16 through the compiler; that their
-# functions have the same bits in every kernel is for tests/codegen/test_same_bits.py.
+# One function per kind of comparison. The compiler treats float64 like float32 and float16 like bfloat16, so these few
+# suffice; tests/codegen/test_same_bits.py tests that their functions return the same bits in every kernel.
 EACH_WAY = ("amax", "max and where", "top-k", "where", "maximum", "relu of what is below the top", "log-sum-exp")
 CASES = {
     torch.float32: tuple(COMPARISONS),

@@ -1,4 +1,4 @@
-"""Options as users write them, and what a compilation reads."""
+"""How options are parsed, validated and combined from dicts, variables, modes and `Config` objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import overlapc  # noqa: F401 - which registers the backend
+import overlapc  # noqa: F401 - registers the backend
 from overlapc.config import Config, describe
 from overlapc.errors import ConfigError
 
@@ -153,8 +153,8 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_torch_compile_refuses_options_itself(given: dict[str, Any], message: str) -> None:
-    """Not the first call, 30 frames deep."""
+    """The error comes from torch.compile, not from the first call of the compiled function, 30 frames deep."""
     with pytest.raises(ConfigError) as error:
         torch.compile(torch.sin, backend="overlapc", **given)
     assert str(error.value).startswith(message)
-    torch.compile(torch.sin, backend="eager", options={"overlap_margin": "nan"})  # is nobody's business
+    torch.compile(torch.sin, backend="eager", options={"overlap_margin": "nan"})  # other backends' options are not read

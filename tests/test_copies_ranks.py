@@ -1,4 +1,5 @@
-"""Training with `transport=copy` on real ranks, through the whole compiler: gradients, bits, reasons."""
+"""Training with `transport=copy` on real ranks, through the whole compiler: gradients, determinism, and the reasons
+why a collective is not done by copies."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _c10d = torch.ops._c10d_functional
 
 
 class Block(nn.Module):
-    """A norm whose parameters are small, and matrices; 10 rows are uneven on four ranks."""
+    """A norm with small parameters, and two matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Block(nn.Module):
 
 
 def delays(device: str) -> Any:
-    """A context in which copies start late at random, and what computes beside them, too."""
+    """Return a context that delays copies, and on GPUs the computation beside them, at random."""
     dice = random.Random(dist.get_rank())
     if device == "cuda":
         enqueue = command_queues.StreamQueue.run
@@ -66,7 +67,7 @@ def delays(device: str) -> Any:
 def trained(
     transport: str, policy: MixedPrecisionPolicy, device: str, steps: int, late: bool = False
 ) -> tuple[list[float], list[Tensor], list[Tensor]]:
-    """Losses, and parameters after STEPS and after the last step."""
+    """Train and return the losses, this rank's parameters after STEPS steps, and those after the last step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -92,7 +93,7 @@ def trained(
 
 
 def worst(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest difference of a tensor's elements, relative to its largest element."""
+    """Return the largest elementwise difference of two lists of tensors, relative to each tensor's largest element."""
     pairs = ((a, b) for a, b in zip(one, other, strict=True) if b.numel())
     return max(float((a - b).abs().max() / (b.abs().max() + 1e-6)) for a, b in pairs)
 
@@ -101,7 +102,7 @@ POLICIES = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "fp32":
 
 
 def parity(name: str, device: str = "cpu", steps: int = STEPS) -> dict[str, Any]:
-    """How training by copies compares with the group's library, and with itself under delays; what went by copies."""
+    """Train with copies, with the group's library and (bf16) with delayed copies, and return how the runs compare."""
     torch.set_num_threads(1)
     policy = POLICIES[name]
     losses, early, parameters = trained("copy", policy, device, steps)
@@ -121,14 +122,15 @@ def parity(name: str, device: str = "cpu", steps: int = STEPS) -> dict[str, Any]
     }
 
 
-# bf16 gradients are rounded where eager rounds them; the kernels that cast them for gloo keep some of them in float32.
+# Copies send bf16 gradients rounded as eager rounds them. For gloo, kernels cast gradients to float32 and do not round
+# some of them to bf16 first, hence the larger tolerance.
 @pytest.mark.parametrize(("ranks", "policy", "most"), [(4, "bf16", 2e-2), (2, "fp32", 1e-5)])
 def test_ten_steps_of_fsdp_are_those_over_gloo_and_have_the_same_bits_with_random_delays(ranks, policy, most):
     check_parity(values_on_ranks(parity, ranks, policy, timeout_s=300.0), most)
 
 
 def check_parity(outcomes: list[dict[str, Any]], most: float) -> None:
-    """most: how far losses and parameters may be from those over the group's library."""
+    """Assert the results of `parity`; `most` bounds the difference of losses and parameters from the library's."""
     for found in outcomes:
         assert found["via"] == {("all_gather", "copy"), ("all_to_all", "copy")}
         assert found["not copied"] == [{}, {}]
@@ -139,7 +141,8 @@ def check_parity(outcomes: list[dict[str, Any]], most: float) -> None:
 
 
 def out_of_memory(folder: str) -> tuple[str, str, Any]:
-    """What a rank is told when rank 1 has no memory to share, by transport=copy, and by auto, and its result then."""
+    """Compile while rank 1 cannot allocate shared memory; return the error of transport=copy, the reason that
+    transport=auto reports for not using copies, and whether its result is right."""
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     given = torch.full((8192,), dist.get_rank() + 1.0).bfloat16(), ranks, group
     profile = profile_knowing(Link(1e14, 10.0), Path(folder, f"{dist.get_rank()}.json"))
@@ -182,7 +185,7 @@ def swapped(x: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
 
 
 def sums(device: str = "cpu") -> list[dict[str, float]]:
-    """Largest errors of a rank's part of the mean of bf16 gradients, against float64."""
+    """Return the largest errors of this rank's part of reduced bf16 gradients, by transport and reference."""
     torch.set_num_threads(1)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found = []
@@ -224,7 +227,7 @@ def test_sums_are_in_order_of_ranks_and_as_exact_as_a_float32_reduce_scatter():
 
 
 def check_sums(outcomes: list[list[dict[str, float]]]) -> None:
-    """In order of ranks, and no further from float64 than the group's library in float32."""
+    """Assert that sums are in rank order and no further from float64 than those of the group's library in float32."""
     for exchanged, *found in outcomes:
         assert exchanged == {"all-to-all": 0.0}
         for errors in found:
@@ -237,7 +240,7 @@ def gathered(shard: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def profile_knowing(link: Link | None, path: Path) -> str:
-    """The file of a profile whose copies take what this link says; None: it knows none."""
+    """Write a profile whose copies take the time of `link` (None: unknown) and return its file name."""
     stored = profile_to_json(load_profile("cpu-gloo"))
     if link is not None:
         stored["quantities"]["copy_link"] = {"value": link_to_json(link), "origin": "the test"}
@@ -246,7 +249,10 @@ def profile_knowing(link: Link | None, path: Path) -> str:
 
 
 def chosen(folder: str) -> list[tuple[list[tuple[str, str]], list[str], float]]:
-    """With transport=auto, by the time that a profile gives to copies: what went by what, why not by copies, result."""
+    """Compile with transport=auto and profiles whose copies are fast, slow or unknown.
+
+    For each case return the (op, transport) of each collective, the reasons against copies, and the result's mean.
+    """
     torch.set_num_threads(1)
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     quick, slow = Link(1e14, 10.0), Link(1e6, 10.0)
@@ -307,7 +313,7 @@ def summed_beside(grad: Tensor, x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def after_a_failure(device: str = "cpu") -> dict[str, Any]:
-    """What a rank is told, and whether results are right, after all ranks failed while copies were in flight."""
+    """Let all ranks fail while copies are in flight; return the results before and after, and the error between."""
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     grad = torch.full((ranks * 4,), dist.get_rank() + 1.0, device=device).bfloat16()
     given = grad, torch.ones(4, device=device), ranks, group
@@ -330,7 +336,7 @@ def test_after_an_exception_in_flight_a_rank_is_told_and_compiles_again():
 
 
 def check_failure(outcomes: list[dict[str, Any]]) -> None:
-    """outcomes: of `after_a_failure`."""
+    """Assert the outcomes of `after_a_failure`."""
     for found in outcomes:
         assert found["told"].startswith("@")
         assert "a step failed on this rank with copies in flight" in found["told"]

@@ -1,4 +1,7 @@
-"""Ranks that do not compile the same thing end with an error that says so, in time: real processes, whole compiler."""
+"""Ranks that compile different graphs or schedules fail with an error that names the difference, before a timeout.
+
+On real processes, through the whole compiler.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import overlapc
 from tests.ranks import alive, run_on_ranks
 
-TIMEOUT_S = 4.0  # for the rank that never comes; on a loaded machine others may come this late, too
+TIMEOUT_S = 4.0  # only where a rank never comes: on a loaded machine other ranks may be this late, too
 
 
 def different_models() -> None:
-    """Rank 1 has another activation."""
+    """Compile with another activation on rank 1."""
     step(nn.ReLU() if dist.get_rank() == 0 else nn.Tanh())
 
 
 def one_never_compiles() -> None:
-    """Rank 1 is busy elsewhere for longer than the timeout."""
+    """Compile on rank 0 only, while rank 1 sleeps for longer than the timeout."""
     if dist.get_rank() == 0:
         step(nn.ReLU(), rank_timeout=TIMEOUT_S)
     else:
@@ -30,7 +33,7 @@ def one_never_compiles() -> None:
 
 
 def different_order() -> None:
-    """Rank 1 runs a pass of its own that swaps two independent gathers, unverified."""
+    """Run a pass on rank 1 only that swaps two independent gathers, without verification."""
     step(nn.ReLU(), passes=[swapped] if dist.get_rank() else "none", verify=False)
 
 
@@ -42,7 +45,7 @@ def swapped(schedule, ctx):
 
 
 def different_variables_and_batches() -> None:
-    """Rank 1 has a batch of 1 and a variable of its own, which is why it sees another graph."""
+    """Compile with a batch of 1, hence another graph, and another environment variable on rank 1."""
     if dist.get_rank() == 1:
         os.environ["TORCH_NOTED_BY_A_TEST"] = "2"
     rows = 1 if dist.get_rank() == 1 else 3
@@ -81,7 +84,7 @@ def test_a_rank_that_never_compiles_is_named_within_the_timeout():
     outcomes = run_on_ranks(one_never_compiles, 2)
     assert outcomes[0].error_type.endswith("RanksDisagree"), outcomes[0]
     assert "rank 1" in outcomes[0].error
-    assert outcomes[0].seconds < TIMEOUT_S + 60  # compiling up to the meeting takes its time on a loaded machine
+    assert outcomes[0].seconds < TIMEOUT_S + 60  # on a loaded machine, compiling up to the rank agreement takes long
     assert not any(alive(outcome.pid) for outcome in outcomes)
 
 
@@ -92,4 +95,4 @@ def test_another_order_of_collectives_is_an_error_before_anything_is_launched():
         assert "ranks would issue collectives in different orders" in outcome.error
         assert "give all ranks the same options" in outcome.error
         assert "   option passes: none on rank 0, swapped on rank 1" in outcome.error
-        assert "option verify: not set on rank 0, False" not in outcome.error  # it is the same on both
+        assert "option verify: not set on rank 0, False" not in outcome.error  # both ranks set it

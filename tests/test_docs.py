@@ -1,4 +1,4 @@
-"""What docs/ and README name is there: files, definitions, every system with the tests that show it."""
+"""Files, definitions and variables that docs/ and README.md name exist, and COVERAGE.md has a row for every system."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OWNED = re.compile(r"(?:(?!(?:tests|torch)\b)\w+\.)*(\w+)\.(?!txt\b|py\b)(\w+)"
 
 
 def quoted(page: Path) -> Iterator[tuple[int, str]]:
-    """(line, text between backticks or behind a link) of a page, its blocks of code left out."""
+    """Yield (line number, text in backticks or target of a link) of a page, except in code blocks."""
     in_block = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         in_block ^= line.startswith("```")
@@ -30,7 +30,7 @@ def quoted(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def exists(path: str) -> bool:
-    """From the root or from the package; a bare name anywhere in our folders."""
+    """Whether `path` exists below the repository's root or the package; a bare name anywhere in our folders counts."""
     if "/" in path:
         return any(any(home.glob(path)) for home in (ROOT, ROOT / "overlapc"))
     return any(ROOT.glob(path)) or any(any((ROOT / folder).rglob(path)) for folder in FOLDERS)
@@ -50,7 +50,7 @@ def test_the_files_that_a_page_names_are_there(page: Path) -> None:
 
 
 def owners() -> dict[str, str]:
-    """Module, package or class of ours -> the text of all files that are it or define it."""
+    """Map each module, package or class of ours to the text of the files that are or define it."""
     found = defaultdict(str, overlapc=" ".join(FOLDERS))
     for folder in FOLDERS[:4]:
         for path in (ROOT / folder).rglob("*.py"):
@@ -65,7 +65,7 @@ def test_the_definitions_that_a_page_names_are_there() -> None:
     missing = [
         f"{page.name}:{line}: {text}"
         for page in PAGES
-        if page.name != "README.md"  # whose `model` is the user's
+        if page.name != "README.md"  # where `model` is the user's
         for line, text in quoted(page)
         if (found := _OWNED.fullmatch(text)) and found[1] in known
         if not re.search(rf"\b{found[2]}\b", known[found[1]])

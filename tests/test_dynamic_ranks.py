@@ -1,4 +1,5 @@
-"""Ranks whose batches differ compile one symbolic graph, once; those and ranks whose shards differ plan alike."""
+"""Ranks with batches of different sizes compile one symbolic graph once, and ranks whose batches or shards differ in
+size still plan the same order."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.ranks import values_on_ranks
 
 
 def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Two reductions over the ranks that may be in flight beside products over the rows."""
+    """Two all-reduces that can overlap matrix products over the rows."""
     hidden = (x @ first).relu()
     total = funcol.all_reduce(hidden.sum(0), "sum", dist.group.WORLD)
     more = (hidden @ second).sin()
@@ -39,12 +40,12 @@ class Lopsided(nn.Module):
 
 
 def plans_of_a_rank() -> dict[str, Any]:
-    """By what differs between the ranks: what this one planned."""
+    """Return this rank's plans where batches differ between ranks, and where shards do."""
     return {"batches": plans_of_own_batches(), "shards": orders_of_own_shards()}
 
 
 def orders_of_own_shards() -> list[list[str]]:
-    """Of forward and backward, the order of collectives where one rank holds most of the parameters."""
+    """Return the order of collectives in forward and in backward where one rank holds most of the parameters."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = nn.Sequential(*(Lopsided() for _ in range(5)))
     for each in model:
@@ -55,7 +56,7 @@ def orders_of_own_shards() -> list[list[str]]:
 
 
 def plans_of_own_batches() -> dict[str, Any]:
-    """What this rank planned, and how often, over batches of its own sizes."""
+    """Run batches of sizes that differ between ranks; return errors, numbers of compiled graphs, and the plan."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(32, 32, generator=generator) for _ in range(2)]

@@ -11,8 +11,10 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 @pytest.fixture
 def compiling(monkeypatch):
-    """A function that returns the context in which Dynamo compiles a frame; without callbacks of other tests, and
-    without the objects that conftest.py froze."""
+    """Return a function that returns the context in which Dynamo compiles a frame.
+
+    Removes callbacks of other tests, and unfreezes the objects that conftest.py froze.
+    """
     monkeypatch.setattr(callback_handler, "start_callbacks", [])
     monkeypatch.setattr(callback_handler, "end_callbacks", [])
     for _ in range(2):
@@ -23,7 +25,7 @@ def compiling(monkeypatch):
 
 
 def test_a_compile_collects_no_garbage(compiling):
-    gc.collect()  # so that none is due
+    gc.collect()  # so that no collection is due
     collections = sum(each["collections"] for each in gc.get_stats())
     with compiling():
         with compiling():

@@ -1,4 +1,4 @@
-"""Who imports what: one spelling of our packages, and nothing of Inductor."""
+"""Our packages are imported by one name only, and nothing of Inductor is imported."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from tests import ROOT
 from tests.no_inductor import ENTRANCES, InductorUsed, no_inductor
 
-LINKED = ("passes", "estimators", "launch")  # at the top level, imported as overlapc.<name>
+LINKED = ("passes", "estimators", "launch")  # folders at the top level that are imported as overlapc.<name>
 SOURCES = sorted(path for folder in ("overlapc", *LINKED) for path in (ROOT / folder).rglob("*.py"))
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of everything imported, by statement, importlib or attribute (`torch._inductor`)."""
+    """Yield (dotted name, line) of everything imported by statement, importlib or attribute (`torch._inductor`)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -64,7 +64,7 @@ def test_nothing_imports(forbidden: str) -> None:
 
 
 def test_each_module_is_loaded_once() -> None:
-    """Import everything of ours in a fresh process whose path also holds the repository's root."""
+    """Import all our modules in a new process that also has the repository's root on its path."""
     program = """
 import pathlib, pkgutil, sys
 sys.path.insert(0, sys.argv[1])

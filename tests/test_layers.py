@@ -1,4 +1,4 @@
-"""The table of docs/ARCHITECTURE.md: what each folder may import of the others. A page that must hold cannot age."""
+"""Each folder imports only the folders that its row in the table of docs/ARCHITECTURE.md allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERYBODYS = {"errors", "units", "gc_paused", "documents"}
 
 
 def allowed() -> dict[str, set[str]]:
-    """Folder -> folders (and `config`) that its row names."""
+    """Map each folder to the folders (and `config`) that its row allows it to import."""
     rows = re.findall(
         r"^\| `(?:overlapc/)?(\w+)/` \|[^|]*\| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -25,7 +25,7 @@ def allowed() -> dict[str, set[str]]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The folder, or the file at the top, of everything of ours that a file imports."""
+    """Yield the folder, or the top-level module, of every module of ours that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "overlapc":
             parts = node.module.split(".")[1:2]
@@ -34,7 +34,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_every_folder_imports_what_the_page_says() -> None:
     layers = allowed()
-    inner = layers.keys() - {"launch", "tools"}  # launch is a user of all of it
+    inner = layers.keys() - {"launch", "tools"}  # launch may import everything
     assert {path.name for path in (ROOT / "overlapc").iterdir() if path.is_dir()} >= inner > {"ir", "codegen", "passes"}
     found = {
         f"{path.relative_to(ROOT)} imports overlapc.{name}"
@@ -57,7 +57,7 @@ def test_the_page_lets_data_go_down_only() -> None:
 
 
 def modules() -> dict[str, set[str]]:
-    """Module -> modules of ours that it imports anywhere, but for what only types need."""
+    """Map each module to the modules of ours that it imports, at any level, except under TYPE_CHECKING."""
     folder = ROOT / "overlapc"
     paths = {
         ".".join(("overlapc", *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
@@ -98,4 +98,4 @@ def test_no_files_import_each_other_but_those_that_print_themselves() -> None:
     reach = {name: reached(name) for name in imports}
     circles = {name for name in imports if name in reach[name]}
     printed = {f"overlapc.{each}" for each in ("ir.body", "ir.printer", "schedule.model", "schedule.printer")}
-    assert circles == printed | {"overlapc.schedule.syntax"}  # what a schedule's printer and parser agree on
+    assert circles == printed | {"overlapc.schedule.syntax"}  # syntax shared by a schedule's printer and parser

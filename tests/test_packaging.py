@@ -1,4 +1,4 @@
-"""What a user installs: a wheel and an sdist hold all packages and data files, and the wheel works elsewhere."""
+"""The wheel and the sdist contain all packages and data files, and the wheel works outside of the repository."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv
 
 
 def data_files() -> list[str]:
-    """Files of ours that are no Python, as paths in the installed package."""
+    """Return our data files, as paths in the installed package."""
     return sorted(
         f"overlapc/{path.relative_to(ROOT / 'overlapc') if folder == 'overlapc' else path.relative_to(ROOT)}"
         for folder in ("overlapc", *LINKED)
@@ -40,7 +40,7 @@ def modules() -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist, built from a copy so that nothing is left in the tree."""
+    """Return a folder with the wheel and the sdist, built from a copy so that the tree stays clean."""
     if importlib.util.find_spec("setuptools") is None:
         pytest.fail("building needs setuptools: pip install 'setuptools>=70.1'")
     folder = tmp_path_factory.mktemp("packaging")
@@ -108,7 +108,7 @@ for module in (overlapc, overlapc.passes, overlapc.launch, overlapc.estimators.a
 found = entry_points(group="torch_dynamo_backends", name="overlapc")
 assert {{entry.value for entry in found}} == {{"overlapc.backend:overlapc"}}, found
 """
-    # An editable install's finder, if there is one, comes after PYTHONPATH.
+    # PYTHONPATH takes precedence over the finder of an editable install, if there is one.
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,

@@ -1,5 +1,5 @@
-"""The main job on real ranks: loss and every gradient equal to one process on the same global batch, through the
-whole compiler (C++ kernels, gloo)."""
+"""A Llama step on real ranks (FSDP, HSDP, TP): loss and every gradient equal those of one process on the same global
+batch, through the whole compiler (C++ kernels, gloo)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, SEQ = 8, 16
 
 @dataclass(frozen=True)
 class Case:
-    """A way to spread the model over ranks; `mesh` is the size of each axis that is used."""
+    """A way to parallelize the model; `dp`, `replicas` and `tp` are the sizes of the mesh axes."""
 
     name: str
     dp: int = 1
@@ -30,7 +30,7 @@ class Case:
     reshard: bool = True
     passes: str | None = None
     transport: str = "auto"
-    per_host: int | None = None  # as if so many ranks in a row were on a host of their own
+    per_host: int | None = None  # treat every `per_host` consecutive ranks as one host
     layers: int = 2
 
 
@@ -53,7 +53,7 @@ FOUR = (
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Made on the CPU, so that it is the same on every device."""
+    """Return tokens and targets, made on the CPU so that they are the same for every device."""
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, LlamaConfig.tiny().vocab, (ROWS, SEQ + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -66,7 +66,7 @@ def model(layers: int) -> Llama:
 
 
 def reference(layers: int, device: str) -> tuple[float, dict[str, Tensor]]:
-    """One process, eager, fp32, the whole batch."""
+    """Return loss and gradients of one eager process on the whole batch, in float32."""
     whole = model(layers).to(device)
     loss = whole(*(each.to(device) for each in batch()))
     loss.backward()
@@ -74,7 +74,7 @@ def reference(layers: int, device: str) -> tuple[float, dict[str, Tensor]]:
 
 
 def errors(cases: tuple[Case, ...], device: str) -> dict[str, dict[str, Any]]:
-    """On every rank: the relative error of the loss and of each gradient, by case."""
+    """Return the relative errors of this rank's loss and gradients, by case."""
     torch.set_num_threads(1)
     if device == "cuda":
         take_gpu()
@@ -117,8 +117,8 @@ def difference(ours: Any, expected: Tensor) -> float:
     return ((whole_tensor(ours) - expected).norm() / expected.norm()).item()
 
 
-# On CPUs copies on each kind of mesh: tests/parallel/test_parity_steps.py has the others beside eager FSDP2, and
-# tests/launch/test_demo.py this model over the group's library.
+# The cases tested on CPUs: copies on each kind of mesh. tests/parallel/test_parity_steps.py compares the other cases
+# with eager FSDP2, and tests/launch/test_demo.py runs this model over the group's library.
 HERE = {
     2: tuple(case for case in TWO if case.name in ("tp", "fsdp-copies")),
     4: tuple(case for case in FOUR if case.name not in ("hsdp", "hsdp-copies", "tp-fsdp")),

@@ -1,4 +1,4 @@
-"""Every node of a plan says which line of the user's it comes from, nodes that were made on the way included."""
+"""Every node of a plan names the user's source line that it comes from, including nodes that the compiler added."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from overlapc.report import record
 from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.against_eager import compiled
 
-ACCESS = access.__file__  # between a sharded module and the call of it
+ACCESS = access.__file__  # whose frames lie between a sharded module's forward and the user's call
 
 
 class Model(nn.Module):
-    """Random numbers (seeds are drawn once, late), decompositions, an op with two gradients to add up."""
+    """A model with random numbers (whose seeds are drawn by a node added late), decompositions, and a value whose
+    gradient is a sum of several."""
 
     def __init__(self) -> None:
         super().__init__()

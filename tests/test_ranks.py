@@ -1,4 +1,4 @@
-"""What launches of ranks promise: errors are outcomes, and nobody stays behind."""
+"""tests/ranks.py: errors of ranks become outcomes, and no process outlives the launch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rank_that_dies_is_named():
 def test_a_rank_that_hangs_ends_in_time_and_says_where_it_hung(tmp_path: Path):
     began = time.monotonic()
     values_on_ranks(summed, 2, 1.0)
-    timeout_s = 2 + 4 * (time.monotonic() - began)  # enough to begin in, on however busy a machine
+    timeout_s = 2 + 4 * (time.monotonic() - began)  # enough for ranks to start, on however busy a machine
     began = time.monotonic()
     with pytest.raises(LaunchFailed, match=r"(?s)ranks still ran after .* s\n.*in one_hangs\n"):
         run_on_ranks(one_hangs, 2, str(tmp_path), timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""`backend="overlapc"` is found by torch: installed or not, by however many threads at once."""
+"""torch finds `backend="overlapc"` whether or not the package is installed, also from several threads at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_four_threads_that_compile_first_all_find_the_backend(
     before: str, after: str, installed: bool, tmp_path: Path
 ) -> None:
     program = THREADS.format(before=before, after=after, hidden=not installed)
-    (tmp_path / "overlapc.dist-info").mkdir()  # what installing the package leaves of it
+    (tmp_path / "overlapc.dist-info").mkdir()  # the metadata that installing the package would write
     entry = "[torch_dynamo_backends]\noverlapc = overlapc.backend:overlapc\n"
     (tmp_path / "overlapc.dist-info" / "entry_points.txt").write_text(entry)
     (tmp_path / "overlapc.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: overlapc\nVersion: 0\n")

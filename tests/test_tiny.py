@@ -1,4 +1,4 @@
-"""The whole path in seconds: run first, before anything slower."""
+"""The whole compiler in a few seconds: run this file first, before any slower test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fresh():
 
 
 def same_step(model: nn.Module, *inputs: torch.Tensor, **options: object) -> None:
-    """Loss and gradients of one compiled step equal eager's."""
+    """Assert that loss and gradients of one compiled step equal eager's."""
     expected = model(*inputs)
     expected.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -138,7 +138,7 @@ def test_the_modes_of_torch_are_options():
 def test_a_budget_that_nothing_fits_is_an_error_before_any_kernel_is_compiled():
     with pytest.raises(overlapc.MemoryBudgetError, match="raise memory_budget") as failed:
         torch.compile(Net(), backend="overlapc", options={"memory_budget": "1KiB"})(torch.randn(64, 24))
-    assert failed.value.peak_bytes > 2**10  # what Dynamo hands on still says what the graph needs
+    assert failed.value.peak_bytes > 2**10  # Dynamo re-raises the error; it must still carry the graph's peak
     assert counted("kernel_compiles") == 0
 
 

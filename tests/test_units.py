@@ -1,4 +1,4 @@
-"""Sizes and times as text."""
+"""How sizes in bytes are printed."""
 
 from __future__ import annotations
 

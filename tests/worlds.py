@@ -1,4 +1,4 @@
-"""A process group without other ranks: torch's fake one, on which graphs with collectives are traced and planned."""
+"""torch's fake process group, with which one process traces and plans graphs that have collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[str]:
-    """This process is one rank of `size`, and nothing is communicated; gives the name of the whole group."""
+    """Make this process one rank of `size` without communicating; yields the name of the default group."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield dist.group.WORLD.group_name
