@@ -1,4 +1,4 @@
-"""`overlapc calibrate`, from the command line to a profile that loads, on two processes of this machine."""
+"""`overlapc calibrate` from the command line to a profile that loads, on two processes of this machine."""
 
 import subprocess
 import sys
@@ -90,12 +90,12 @@ def host_costs_here():
 
 
 def test_what_graphs_cost_the_host_is_measured_by_kind():
-    """Over gloo, which waits for each collective; a GPU's numbers are not so long."""
+    """Over gloo, which blocks in each collective, so a collective costs much more host time than a kernel."""
     for costs in values_on_ranks(host_costs_here, 2, timeout_s=120):
         assert costs["kernel"] > 0
         assert costs["call"] > 0
         assert costs["collective"] > 10 * costs["kernel"]
-        assert costs["argument"] > 0  # a DTensor is unpacked, and made of each gradient
+        assert costs["argument"] > 0  # DTensor arguments are unwrapped, and their gradients wrapped
 
 
 def test_what_a_gpu_profile_adds_is_marked_as_not_measured():

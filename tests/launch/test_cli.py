@@ -1,4 +1,4 @@
-"""The command line: each mistake is one line on stderr and exit code 2, before any process starts."""
+"""The command line: bad input gives one line on stderr and exit code 2 before any process starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ return mm1
 
 @pytest.fixture
 def command(capsys, monkeypatch, tmp_path):
-    """Runs the command in an empty folder; gives (exit code, stdout, stderr). Starting ranks is a failure."""
+    """Return a function that runs the command in an empty folder and returns (exit code, stdout, stderr).
+
+    The test fails if the command starts ranks.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OVERLAPC_PROFILE", raising=False)
     for name in ("calibrate", "demo", "run"):

@@ -1,4 +1,4 @@
-"""The demo, whole: real ranks, the compiled run beside the eager one, and the files it leaves."""
+"""The whole demo on real ranks: the compiled run, the eager run, and the files that they write."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_two_ranks_train_alike_compiled_and_eager(tmp_path):
         forward, backward = report.steps[0].graphs
         assert report.steps[0].tokens == 2 * 32 * 2
         assert report.steps[0].clock_ns
-        # Two layers and the root; the gradients of all of them are scattered.
+        # Two layers and the root are gathered in forward; the gradients of all of them are scattered in backward.
         assert {row.op for row in forward.collectives} == {"all_gather"}
         assert "reduce_scatter" in {row.op for row in backward.collectives}
         for graph in (forward, backward):

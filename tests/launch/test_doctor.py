@@ -1,4 +1,4 @@
-"""What the doctor finds of a machine, and what it says where something is wrong."""
+"""What `overlapc doctor` reports about a machine, and its hints where something is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/EXTENDING.md: its Python runs, and does what it says."""
+"""The Python examples in docs/EXTENDING.md run and do what the page says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = (ROOT / "docs" / "EXTENDING.md").read_text()
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What the document defines, with its blocks run in order."""
+    """Run the document's Python blocks in order and return the names that they define."""
     made: dict[str, Any] = {}
     for match in re.finditer(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL):
         line = TEXT.count("\n", 0, match.start(1))

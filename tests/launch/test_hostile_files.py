@@ -1,4 +1,4 @@
-"""Files that people exchange: what is wrong with one is said in a line, and in no time, whatever it holds."""
+"""Malformed or malicious input files (schedules, records, profiles, traces) are refused quickly, in a short message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Said = Callable[..., str]
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Said:
-    """What a command says that refuses a file called `x`, of these bytes."""
+    """Return a function that writes a file `x`, runs a command that must refuse it, and returns the error message."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "schedule.txt").write_text(SCHEDULE)
     REPORT.save(tmp_path / "record.json")
@@ -69,7 +69,7 @@ def test_a_record_in_the_place_of_a_schedule_is_named(said: Said) -> None:
 
 
 def changed(document: str, *path: str | int, to: object) -> str:
-    """A document with one value replaced."""
+    """Return a JSON document with the value at `path` replaced."""
     data = json.loads(document)
     inside = data
     for key in path[:-1]:

@@ -1,4 +1,5 @@
-"""Launchers of two hosts, here on one: they meet, start all ranks again after a failure, and report each its ranks."""
+"""The launchers of two hosts, both on this machine: they rendezvous, restart all ranks after a failure, and each writes
+a report of its own ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The installer's choice of torch, on reports as pip writes them."""
+"""How the installer chooses a build of torch from pip's reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATH = ROOT / "tools" / "install.py"
 
 
 def load_installer() -> ModuleType:
-    """tools/ is no package: the script runs before anything is installed."""
+    """Import tools/install.py by path: tools/ is not a package, as the script runs before anything is installed."""
     spec = importlib.util.spec_from_file_location("overlapc_tools_install", PATH)
     assert spec is not None
     assert spec.loader is not None
@@ -28,7 +28,7 @@ install = load_installer()
 
 
 def report(*packages: tuple[str, str]) -> dict[str, Any]:
-    """The part of `pip install --dry-run --report -` that matters, as pip 23 and 26 write it."""
+    """Return what the installer reads from `pip install --dry-run --report -`, as pip 23 and 26 write it."""
     return {
         "version": "1",
         "install": [{"metadata": {"name": name, "version": version}, "requested": False} for name, version in packages],
@@ -36,7 +36,7 @@ def report(*packages: tuple[str, str]) -> dict[str, Any]:
 
 
 CPU = report(("torch", "2.13.0+cpu"), ("sympy", "1.14.0"), ("filelock", "4.2.11"))
-PLAIN_CPU = report(("torch", "2.12.1"), ("sympy", "1.14.0"))  # as for macOS or aarch64
+PLAIN_CPU = report(("torch", "2.12.1"), ("sympy", "1.14.0"))  # as on macOS or aarch64
 CUDA = report(("torch", "2.13.1"), ("nvidia-cublas", "13.0.2"), ("cuda-bindings", "13.0.3"), ("triton", "3.7.0"))
 LISTED = """torch (2.14.0)
 Available versions: 2.14.0, 2.13.1, 2.13.0, 2.12.1, 2.12.0+cpu, 2.12.0, 2.11.0+cpu, 2.10.0+cpu, 2.13.0rc1
@@ -45,7 +45,7 @@ Available versions: 2.14.0, 2.13.1, 2.13.0, 2.12.1, 2.12.0+cpu, 2.12.0, 2.11.0+c
 
 
 class Offers:
-    """An index: answers by requirement, and remembers what it was asked."""
+    """A fake package index that answers requirements and records the queries."""
 
     def __init__(self, answers: dict[str, dict[str, Any] | None], listed: str = "") -> None:
         self.answers, self.listed = answers, listed
@@ -128,14 +128,14 @@ def test_no_compiler_is_a_clear_line(monkeypatch, capsys, tmp_path):
 
 
 def test_a_finished_environment_is_left_alone(tmp_path):
-    """The stamp says it all: no pip is asked (there is none in this folder to ask)."""
+    """The stamp file suffices: pip is not called (this folder has none)."""
     (tmp_path / install.STAMP).write_text(install.fingerprint())
     assert install.main(["--venv", str(tmp_path)]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [install.STAMP]
 
 
 def test_an_interrupted_environment_is_made_again(tmp_path):
-    """A folder whose python does not run is what an interrupt while making it leaves behind."""
+    """An interrupt while the environment is created leaves a folder whose python does not run."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text("")
     (tmp_path / "bin" / "python").chmod(0o755)

@@ -1,4 +1,4 @@
-"""The model and its data: shapes, causality, grouped heads, and that ranks divide one batch."""
+"""The demo's Llama model and its data: shapes, causality, grouped heads, and how ranks divide one batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_later_tokens_do_not_change_earlier_losses(model):
     tokens = torch.arange(32)[None]
     changed = tokens.clone()
     changed[0, 20:] = 7
-    ignored = torch.full_like(tokens, -100)  # what cross-entropy leaves out
+    ignored = torch.full_like(tokens, -100)  # the target that cross-entropy ignores
     targets = torch.where(torch.arange(32) < 20, tokens, ignored)
     assert torch.equal(model(tokens, targets), model(changed, targets))
 

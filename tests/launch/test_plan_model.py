@@ -1,4 +1,4 @@
-"""A training step planned for many ranks in this one process."""
+"""`overlapc plan --model`: a training step planned for many ranks in one process."""
 
 import re
 import time
@@ -18,7 +18,7 @@ from overlapc.schedule.model import Kind
 from overlapc.schedule.text import parse
 
 H200 = {"profile": "h200-nvlink"}
-FEW_PASSES = {"passes": "bucket,raise_under_memory,sink_waits"}  # where the search is not what is looked at
+FEW_PASSES = {"passes": "bucket,raise_under_memory,sink_waits"}  # for tests that do not need the search
 
 
 def planned(mesh, world_size=0, layers=1, whole=False, **options):
@@ -48,7 +48,7 @@ def test_a_thousand_ranks_in_seconds():
     assert all(graph.peak_bytes > 0 and not graph.unknown for graph in step.graphs)
     assert gathered_bytes(large) == gathered_bytes(small)  # the groups that gather have 8 ranks in both
     reduced = {row.op for graph in step.graphs for row in graph.collectives}
-    assert "all_reduce" in reduced  # between the copies
+    assert "all_reduce" in reduced  # between the replicas
 
 
 def test_tensor_parallel_ranks_hold_less():
@@ -59,7 +59,7 @@ def test_tensor_parallel_ranks_hold_less():
 
 
 def test_gradients_are_averaged_as_the_machine_planned_for_does():
-    """NCCL averages by itself, so in a GPU's step nothing divides behind a scatter; over gloo a kernel does."""
+    """NCCL averages within a reduce-scatter, so on GPUs no kernel divides afterwards; over gloo a kernel divides."""
 
     def divided(report):
         schedule = parse(report.steps[0].graphs[1].schedule)
@@ -70,7 +70,7 @@ def test_gradients_are_averaged_as_the_machine_planned_for_does():
 
 
 def texts(report):
-    """The final schedules, without the numbers that count the compilations of this process."""
+    """Return the final schedules without the graph numbers, which count the compilations of this process."""
     return [re.sub(r"_\d+\n", "\n", graph.schedule, count=1) for graph in report.steps[0].graphs]
 
 
@@ -84,7 +84,7 @@ def test_many_layers_follow_from_few_to_the_letter(monkeypatch):
 
 
 def test_layers_that_do_not_follow_are_all_traced_and_said(monkeypatch):
-    monkeypatch.setattr(plan_model_module, "FEW", (1, 2, 3))  # the only layer is the first and the last
+    monkeypatch.setattr(plan_model_module, "FEW", (1, 2, 3))  # with one layer, it is both the first and the last
     with pytest.warns(UserWarning, match=r"all 7 layers are traced.*extrapolated from models of 1, 2, 3 layers"):
         report = planned("dp=2", layers=7, **FEW_PASSES)
     assert "layers.6" in report.steps[0].graphs[0].schedule
@@ -128,11 +128,11 @@ def test_models_and_shapes_that_do_not_fit():
 
 
 def test_saved_schedules_read_back_to_the_same_figures(tmp_path, monkeypatch):
-    """Without a profile named: what the simulator needs of the machine is in the file, and so are modules."""
+    """The file contains what the simulator needs to know of the machine, so no profile is named; also module names."""
     monkeypatch.delenv("OVERLAPC_PROFILE", raising=False)
     cfg = PlanConfig.of("demo", "dp=64", 0, 2048, 4, 1, "bf16", True)
     (step,) = plan_model(cfg, Config.of(H200)).steps
-    assert any(graph.full_load_ns for graph in step.graphs), "the clock of this step is that of full load"
+    assert any(graph.full_load_ns for graph in step.graphs), "this step runs at the GPU clock of full load"
     report = Report((replace(step, calls={graph.name: 2 for graph in step.graphs}),))
     text = report.save(tmp_path / "schedule.txt").read_text()
     again = plan_text(text, Config.of({"passes": "none"}))

@@ -1,4 +1,5 @@
-"""A user's own script planned for many ranks: what it builds for CUDA devices, up to its first optimizer step."""
+"""`overlapc plan SCRIPT`: a user's script for CUDA devices runs up to its first optimizer step and is planned for many
+ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def closure():
 optimizer.step(closure)
 """
 H200 = {"profile": "h200-nvlink"}
-FEW_PASSES = {**H200, "passes": "bucket,raise_under_memory,sink_waits"}  # where the search is not what is looked at
+FEW_PASSES = {**H200, "passes": "bucket,raise_under_memory,sink_waits"}  # for tests that do not need the search
 FSDP2 = "from torch.distributed.fsdp import fully_shard"
 
 
@@ -120,14 +121,14 @@ def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys
     assert "took nan" in text
     rows = [line.split() for line in text.splitlines() if re.match(r" +(16|512) ", line)]
     assert [row[0] for row in rows] == ["16", "512"]
-    few, many = (float(row[3]) for row in rows)  # exposed: 8 ranks of a group lie on two hosts, 256 on 64
+    few, many = (float(row[3]) for row in rows)  # exposed ms: a group of 8 ranks spans two hosts, one of 256 spans 64
     assert many > few
     assert "50 GB/s per GPU between hosts (--network 400Gb/s)" in text
     assert "<td>512</td>" in saved.read_text()
     assert not dist.is_initialized()
-    assert torch.empty(1).to("cpu").item() is not None  # torch is as it was
+    assert torch.empty(1).to("cpu").item() is not None  # torch is not patched any more
     add = torch.compile(lambda x: x + torch.tensor(2.0), backend="eager", fullgraph=True)
-    assert add(torch.ones(1)).item() == 3  # and Dynamo knows it
+    assert add(torch.ones(1)).item() == 3  # nor does Dynamo see patches
 
 
 def test_a_step_calls_what_the_script_calls_until_it_steps(script):
@@ -156,7 +157,7 @@ def test_fsdp2_as_it_stands_is_planned_as_if_adopted(script, compiled):
 @pytest.mark.parametrize(
     ("optimizers", "state", "update_numbers"),
     [
-        ("torch.optim.AdamW(parameters)", {"AdamW": 2}, 3 + 2),  # beside gradients and state, a square root of each
+        ("torch.optim.AdamW(parameters)", {"AdamW": 2}, 3 + 2),  # gradients, state, and a square root per parameter
         ("torch.optim.AdamW(parameters, fused=True)", {"AdamW": 2}, 2 + 2),
         ("torch.optim.SGD(parameters)", {"SGD": 0}, 2),
         ("torch.optim.SGD(parameters[:4], momentum=0.5), torch.optim.Adagrad(parameters[4:])",
@@ -170,7 +171,7 @@ def test_the_state_of_optimizers_is_in_the_peak(tmp_path, optimizers, state, upd
     (step,) = report.steps
     assert assumed == []
     parameters_bytes = 8 * 1024 * 4
-    steps_bytes = 8 * 4  # a number of each parameter: how often it was updated
+    steps_bytes = 8 * 4  # the step count of each parameter
     assert step.optimizer_bytes == {
         name: pytest.approx(times * parameters_bytes, abs=steps_bytes) for name, times in state.items()
     }
@@ -211,7 +212,7 @@ def test_blocks_that_are_compiled_one_by_one_within_fsdp2_are_planned_as_one_gra
     (step,) = report.steps
     assert [(graph.name.split("_")[0], times) for graph, times in step.called] == [("forward", 1), ("backward", 1)]
     rows = [row for graph in step.graphs for row in graph.collectives]
-    assert {row.origin.split(".")[0] for row in rows} == {"0", "1", "2"}, "the head, which no block holds, too"
+    assert {row.origin.split(".")[0] for row in rows} == {"0", "1", "2"}, "two blocks, and the head outside of them"
     assert {row.op for row in rows} == {"all_gather", "reduce_scatter"}
 
 
@@ -280,7 +281,7 @@ torch.optim.SGD(model.parameters()).step()
 
 
 def test_modules_of_a_script_are_those_of_its_plan(tmp_path):
-    """A file beside the script keeps torch's functions under names of its own, and the number of ranks."""
+    """A module beside the script imports functions of torch by name and stores the number of ranks."""
     (tmp_path / "ranks_of_this.py").write_text(
         "from torch.distributed import get_world_size, init_process_group\n"
         "init_process_group('nccl')\nranks = get_world_size()\n"
@@ -294,10 +295,10 @@ def test_modules_of_a_script_are_those_of_its_plan(tmp_path):
 
 
 def test_a_model_that_a_trainer_compiles_again_once_it_is_sharded_is_planned_in_a_sweep(tmp_path, monkeypatch):
-    """As Lightning Fabric does, which puts its own function over torch.compile when it is first imported."""
+    """As with Lightning Fabric, which replaces torch.compile by its own function when it is first imported."""
     path = tmp_path / "train.py"
     path.write_text(FABRIC)
-    monkeypatch.setattr(torch, "compile", torch.compile)  # which is torch's again afterwards
+    monkeypatch.setattr(torch, "compile", torch.compile)  # so that it is restored after the test
     monkeypatch.setattr(torch, "fabric_is_imported", False, raising=False)
     for ranks in (8, 16):
         report, assumed = plan_script(path, [], ranks, 8, Config.of({**H200, "passes": "none"}))
@@ -315,7 +316,7 @@ def test_each_script_of_a_process_has_its_own_globals(tmp_path):
         assert [line.split(",")[0] for line in assumed] == ["no communication between 8 ranks"]
 
 
-# As nanoGPT cuts its batches, and as it asks for a GPU. The optimizer is freed when `main` returns.
+# Cuts batches out of the data and asks for a GPU as nanoGPT does. The optimizer is freed when `main` returns.
 CUT_DATA = """
 import numpy as np, torch
 from torch import nn
@@ -375,7 +376,7 @@ def test_scripts_as_other_people_write_them_are_planned_whole(name):
     if name == "huggingface.py":
         pytest.importorskip("transformers", reason="needs transformers")
     path = ROOT / "tests" / "launch" / "scripts" / name
-    # torch.testing, which other tests of this process import, forbids scripts to set flags of cuDNN.
+    # torch.testing, which other tests in this process import, forbids setting flags of cuDNN, as the script does.
     with torch.backends.__allow_nonbracketed_mutation():
         report, assumed = plan_script(path, NOT_OURS[name].split(), 16, 8, Config.of(FEW_PASSES))
     (step,) = report.steps

@@ -1,4 +1,4 @@
-"""README.md and docs/OPTIONS.md say what is so."""
+"""README.md and docs/OPTIONS.md agree with the code: options, commands, figures, the sample report, links."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ OPTIONS = (ROOT / "docs" / "OPTIONS.md").read_text()
 
 
 def test_the_options_table_is_the_configuration():
-    """`overlapc options --markdown` prints the rows to paste."""
+    """If this fails: `overlapc options --markdown` prints the rows to paste."""
     rows = dict(re.findall(r"^\| `(\w+)` (\| `OVERLAPC_\w+` \| .* \|)$", OPTIONS, re.MULTILINE))
     assert list(rows) == [name for name, *_ in option_rows()]
     for name, variable, default, meaning in option_rows():
-        shown = "~/.cache/overlapc" if name == "cache_dir" else default  # which differs between machines
+        shown = "~/.cache/overlapc" if name == "cache_dir" else default  # the default depends on the home folder
         assert rows[name] == f"| `{variable}` | {shown} | {meaning} |"
 
 
@@ -40,10 +40,11 @@ def test_the_figures_that_readme_gives_are_those_of_the_benchmarks():
 
 
 def test_the_report_in_readme_is_what_the_command_prints(tmp_path, capsys, monkeypatch):
-    """Lines may end with `...`, those of *try* are left out; when passes find a better order, paste what is printed."""
+    """A line may end with `...`, and lines that begin with *try* are left out. When the passes find a better order,
+    paste what this test prints."""
     shown = re.findall(r"```\n(rank 0 of .*?)\n```", README, re.DOTALL)
     graphs = (ROOT / "tests" / "schedules" / f"llama_8b_fsdp4.{which}.sched" for which in ("forward", "backward"))
-    monkeypatch.delenv("OVERLAPC_SEARCH_EFFORT")  # which tests/conftest.py makes small
+    monkeypatch.delenv("OVERLAPC_SEARCH_EFFORT")  # set to a small value by tests/conftest.py
     schedules = tmp_path / "schedule.txt"
     schedules.write_text("".join(graph.read_text() for graph in graphs))
     assert main(["plan", str(schedules), "--profile", "h200-nvlink"]) == 0
@@ -86,7 +87,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def commands(pattern: str) -> list[tuple[str, list[str]]]:
-    """(page, words) of every `overlapc ...` that the pages show: what stands behind two spaces explains it."""
+    """Return (page, words) of every `overlapc ...` in the pages; text after two spaces is an explanation, not words."""
     return [
         (page.name, COMMAND.search(text)[1].split("  ")[0].split())
         for page in PAGES
@@ -111,7 +112,7 @@ def test_the_commands_of_code_blocks_can_be_given():
     shown = commands(r"^overlapc .+$")
     assert len(shown) > 10
     for _, (name, *words) in shown:
-        GROUP.commands[name].make_context(name, words)  # a UsageError for what it does not take
+        GROUP.commands[name].make_context(name, words)  # raises UsageError for unknown arguments
 
 
 def test_the_options_that_pages_give_to_benchmarks_are_there():

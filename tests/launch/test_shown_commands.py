@@ -1,4 +1,4 @@
-"""Every command in the code blocks of README.md and docs/ runs, on files like those that it names."""
+"""Every command in the code blocks of README.md and docs/ runs, given files with the names that it uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overlapc.report import record
 from tests import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Commands that are run only by `make test-slow`, in processes of their own, and why.
+# Commands that only `make test-slow` runs, in separate processes, and why.
 SLOW = {
     "overlapc demo --nproc 2 --steps 12": "trains twice on two ranks; tests/launch/test_demo.py runs a smaller demo",
     "overlapc run --nproc 8 train.py --steps 20": "starts eight ranks; tests/launch/test_demo.py runs a script on two",
@@ -24,7 +24,7 @@ SLOW = {
     "tests/launch/test_plan_model.py plans smaller models",
     "overlapc calibrate --nproc 4 --out my.json": "measures for minutes; tests/launch/test_calibrate.py measures less",
 }
-MAKE = {"make demo", "make test"}  # .ci/run runs one, test_demo.py the other's command
+MAKE = {"make demo", "make test"}  # .ci/run runs `make test`; test_demo.py runs the command of `make demo`
 
 TRAIN = """
 import argparse, os
@@ -53,7 +53,7 @@ for _ in range(args.steps):
 
 
 def shown() -> list[str]:
-    """The commands: what stands behind two spaces explains one."""
+    """Return all commands in code blocks; text after two spaces is an explanation."""
     found = []
     for page in PAGES:
         for block in re.split(r"^```.*\n", page.read_text(), flags=re.MULTILINE)[1::2]:
@@ -68,7 +68,7 @@ def test_the_commands_that_do_not_run_here_are_shown():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files of the names that commands give: a script, schedules, records of a run, a profile."""
+    """Return a folder with the files that the commands name: a script, schedules, records of a run, a profile."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "runs" / "DATE").mkdir(parents=True)
     measured = gzip.decompress((ROOT / "tests" / "report" / "fsdp_4xh200.record.json.gz").read_bytes())

@@ -1,4 +1,4 @@
-"""A job that stands still says where each rank stands, and ends."""
+"""A job that stalls reports each rank's stack and ends."""
 
 from __future__ import annotations
 

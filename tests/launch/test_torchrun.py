@@ -1,6 +1,7 @@
-"""Real ranks: what they get, how their errors reach the user, and that none is left behind.
+"""`overlapc run` on real ranks: their arguments and environment, how their errors reach the user, and that no process
+is left behind.
 
-Each command runs in a process of its own with a timeout; the scripts import no torch, so a launch is short.
+Each command runs in a separate process with a timeout; most scripts do not import torch, so a launch is short.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ if what == "sleep":
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """Where processes of the test leave temporary files."""
+    """Return the folder in which processes of the test create temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -159,7 +160,7 @@ def test_any_other_error_keeps_the_traceback_of_the_first_rank_that_failed(scrip
     assert "overlapc: rank 1: KeyError: 'missing'" in done.stderr
     assert done.stderr.count("Traceback") == 1
     assert '{}["missing"]' in done.stderr
-    assert "runpy" not in done.stderr  # how we came to the script says nothing about its error
+    assert "runpy" not in done.stderr  # frames of the launcher do not help to find the error
     assert "worker.py" not in done.stderr
 
 
@@ -187,7 +188,7 @@ def test_a_rank_that_exits_by_itself_in_a_step_is_named_first(script, how, code,
 
 
 def test_the_others_do_not_wait_for_a_rank_that_ended_before_its_first_compilation(script):
-    done = run(script, "vanish_early os 0")  # the other would wait for 300 s, more than this test has
+    done = run(script, "vanish_early os 0")  # the other rank would wait for 300 s, longer than this test may run
     ended = "rank 1 exited with code 0 in the middle of its script and will not reach compilation 1 (forward), graph"
     assert done.stderr.splitlines()[0] == f"overlapc: rank 0: {ended}"
     assert "Traceback" not in done.stderr
@@ -210,11 +211,11 @@ def test_a_rank_that_the_launcher_has_collected_before_anyone_looked_is_the_firs
     finally:
         alive.kill()
         alive.wait()
-    assert [(each.rank, each.exit_code) for each in found] == [(1, -signal.SIGKILL)]  # the launcher ended the other
+    assert [(each.rank, each.exit_code) for each in found] == [(1, -signal.SIGKILL)]  # the launcher ended rank 0
 
 
 def test_a_rank_that_started_and_died_while_nobody_looked_is_the_first(tmp_path, monkeypatch):
-    """The launcher, which has collected it, ends the other before the watch knows that it ever started."""
+    """The launcher has collected its exit code, and ends the other rank before the watch sees that it had started."""
     for rank in (0, 1):
         (tmp_path / f"rank{rank}").mkdir()
     survivor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -270,7 +271,7 @@ def _read_pid(path: Path) -> int:
 
 
 def _alive(pid: int) -> bool:
-    """Running; a zombie whose new parent does not collect it is not."""
+    """Whether the process is running (a zombie that its new parent does not collect is not)."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -298,7 +299,7 @@ def test_our_error_is_found_behind_dynamos():
 
 def test_an_error_of_ours_that_was_handled_does_not_hide_a_later_one():
     later = ValueError("the real one")
-    later.__context__ = ConfigError("handled")  # as `raise` inside an `except` leaves it
+    later.__context__ = ConfigError("handled")  # as `raise` inside an `except` sets it
     assert worker.our_error(later) is None
 
 

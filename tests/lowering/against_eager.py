@@ -1,4 +1,4 @@
-"""The same call in eager and compiled: results and what became of the arguments must be equal."""
+"""Compare a compiled call with eager: results, and arguments after the call, must be equal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def compiled(function: Callable[..., Any], dynamic: bool | None = False, **options: Any) -> Callable[..., Any]:
-    """`function` compiled afresh, as one graph."""
+    """Compile `function` as one graph, discarding everything that Dynamo compiled before."""
     torch._dynamo.reset()
     return torch.compile(function, backend="overlapc", dynamic=dynamic, fullgraph=True, options=options)
 
 
 def same(function: Callable[..., Any], *args: Any, dynamic: bool | None = False, **tolerance: Any) -> None:
-    """AssertionError unless eager and compiled return the same and leave the same in their arguments."""
+    """Assert that eager and compiled calls return equal results and leave equal values in their arguments."""
     expected_args, found_args = ([copy(arg) for arg in args] for _ in range(2))
     expected = function(*expected_args)
     found = compiled(function, dynamic)(*found_args)
@@ -25,7 +25,7 @@ def same(function: Callable[..., Any], *args: Any, dynamic: bool | None = False,
 
 
 def copy(value: Any) -> Any:
-    """A tensor with its own memory and the strides of `value`; other values as they are."""
+    """Return a copy of a tensor with the same strides; return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     span = sum((extent - 1) * step for extent, step in zip(value.shape, value.stride(), strict=True)) + 1

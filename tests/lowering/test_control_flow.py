@@ -1,4 +1,4 @@
-"""Branches and loop bodies are graphs of their own."""
+"""`cond`, `while_loop` and nested compile regions: branches and bodies are compiled as separate graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def branch(x, y):
 
 @contextmanager
 def newly(*names: str) -> Iterator[dict[str, int]]:
-    """How far the named counters moved within."""
+    """Yield a dict that holds, after the block, by how much the named counters grew inside it."""
     before = {name: counted(name) for name in names}
     made: dict[str, int] = {}
     yield made
@@ -46,7 +46,7 @@ def test_cond_is_differentiable():
 
 
 def test_the_gradient_of_a_cond_lies_as_its_result_beside_a_result_that_overlaps() -> None:
-    """torch refuses a `cond` whose branches differ in strides, as they do in backward where it begins with others."""
+    """In backward, tangents with other strides would give the branches different strides, which torch refuses."""
 
     def gradient(call, x):
         y, repeated, windows = call(x)
@@ -75,7 +75,7 @@ def test_branches_are_compiled_as_graphs_of_their_own(dynamic):
     x, y = torch.rand(4, 3), torch.randn(4, 3)
     with newly("graphs", "kernels", "fallbacks") as made:
         compiled(branch, dynamic)(x, y)
-    # Kernels: the condition, one a branch, and what comes after.
+    # Kernels: the condition, one per branch, and the multiplication after it.
     assert made == {"graphs": 3, "kernels": 4, "fallbacks": 0}
 
 
@@ -89,7 +89,7 @@ def test_a_conditional_takes_as_long_as_its_longer_branch():
     (conditional,) = (node for node in parse(graph.schedule).nodes if "cond" in node.name)
     assert conditional.estimate is not None
     assert conditional.estimate.source.startswith("simulated branches")
-    assert conditional.estimate.ns > 3 * 2 * 256**3 / 1e12 * 1e9  # three products on a machine below 1 TFLOP/s
+    assert conditional.estimate.ns > 3 * 2 * 256**3 / 1e12 * 1e9  # three matrix products at less than 1 TFLOP/s
 
 
 def test_a_branch_within_a_branch():

@@ -1,4 +1,4 @@
-"""A graph that cannot be lowered names the FX node and the user's line."""
+"""The error for a graph that cannot be lowered names the FX node and the user's source line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_failing_lowering_names_node_and_line(monkeypatch, error):
 
 def test_a_rule_that_cannot_do_it_becomes_a_call(monkeypatch):
     def unable(context, x):
-        context.pointwise(lambda value: value, x)  # undone with the rest
+        context.pointwise(lambda value: value, x)  # must be undone when the rule fails
         raise table.Impossible("not this one")
 
     monkeypatch.setitem(table._rules, torch.ops.aten.sin.default, unable)

@@ -1,4 +1,4 @@
-"""Flex attention on a CPU runs as torch calls it, forward and backward, and is counted."""
+"""On a CPU, flex attention is a call of torch's op in forward and backward, and counted as a fallback."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LENGTH = 128
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_a_step_with_a_block_mask_equals_causal_attention(kv_heads, monkeypatch):
-    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # which refuses gradients on CPUs
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # torch refuses gradients on CPUs
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, LENGTH, 16, requires_grad=True) for heads in (4, kv_heads, kv_heads))
-    bias = torch.randn(4, requires_grad=True)  # of all keys alike, so that it changes nothing
+    bias = torch.randn(4, requires_grad=True)  # the same for all keys of a head, so softmax cancels it
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""List ops become one kernel's worth of code per tensor, and optimizers step as in eager."""
+"""`_foreach` ops on lists of tensors are generated and fused into one kernel, and optimizers step as in eager."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_list_op_is_one_launch():
 
 
 def test_gradients_are_clipped_in_three_launches():
-    """The norms; the norm of them and the factor; the gradients."""
+    """One computes the norms, one the total norm and the factor, one scales the gradients."""
     torch._dynamo.utils.counters.clear()
 
     def clip(*gradients):
@@ -100,7 +100,7 @@ def test_an_update_in_place_takes_no_memory_and_so_stays_one_kernel():
         torch._foreach_addcdiv_(parameters, means, torch._foreach_sqrt(squares), -0.1)
 
     torch._dynamo.utils.counters.clear()
-    lists = [[torch.rand(3 * 2**18) for _ in range(3)] for _ in range(4)]  # 3 MiB each: fusion minds their memory
+    lists = [[torch.rand(3 * 2**18) for _ in range(3)] for _ in range(4)]  # 3 MiB each: large enough to limit fusion
     with torch.no_grad():
         torch.compile(step, backend="overlapc")(*lists)
     assert counted("kernels") == 1

@@ -1,4 +1,4 @@
-"""In-place ops, views and aliases through torch.compile."""
+"""In-place ops, views and aliases in compiled functions behave as in eager."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_batch_norm_changes_its_statistics_and_counts():
     eager = torch.nn.BatchNorm1d(3)
     ours = torch.nn.BatchNorm1d(3)
     x = torch.randn(8, 3)
-    for _ in range(2):  # two mutations of one buffer in one graph, too
+    for _ in range(2):  # each graph mutates the same buffers twice
         torch.testing.assert_close(compiled(lambda x: ours(ours(x)))(x), eager(eager(x)))
     torch.testing.assert_close(dict(ours.named_buffers()), dict(eager.named_buffers()))
 
 
 @SHAPES
 def test_a_detached_alias_that_changed_has_a_gradient_of_its_own(dynamic):
-    """Before a graph break both are returned: one tensor for them would have the gradients of both."""
+    """The graph before the break returns both; one tensor for both would accumulate both gradients."""
 
     def function(x):
         v = x**3

@@ -1,4 +1,4 @@
-"""Integers wrap, bools mean truth, low precision rounds where eager's does."""
+"""Numerics equal eager's: integers wrap, bools are logical values, low precision is rounded where eager rounds it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_integers_wrap_and_divide_as_in_eager(dtype):
 
 @pytest.fixture(params=["cpp", "triton"])
 def generator(request):
-    """Kernels of either generator, Triton's interpreted."""
+    """Run the test with C++ kernels and with interpreted Triton kernels."""
     with triton_on_cpu() if request.param == "triton" else nullcontext():
         yield request.param
 
@@ -58,14 +58,14 @@ def test_an_integer_of_a_float_that_is_out_of_range_is_eagers():
         return [one.to(dtype) for one in floats + constants for dtype in INTEGERS]
 
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        same(function, torch.tensor(special * 3, dtype=torch.float64).to(dtype))  # a vector loop and its tail
+        same(function, torch.tensor(special * 3, dtype=torch.float64).to(dtype))  # long enough for vectors and a tail
 
 
 def test_the_variance_of_equal_numbers_is_0(generator):
     def function(x):
         return x.var(1), x.std(0), x.std(1, correction=2), x.var()
 
-    for shape in ((3, 40), (2, 1400)):  # a persistent loop in Triton, and one that goes over parts of a row
+    for shape in ((3, 40), (2, 1400)):  # in Triton: a whole row in one block, and a loop over parts of a row
         found = compiled(function)(torch.full(shape, 0.7134))
         assert not any(one.any() for one in found), found
     counters.clear()
@@ -131,7 +131,7 @@ LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
         lambda x: (x.var(1), x.sum(0), x.mean(), x.amax(1), x.argmax(1)),
         lambda x: x[torch.tensor([0, 7, 3, 3])] * 2,
         lambda x: x.gather(0, torch.tensor([[0, 7, 3]])) + 1,
-        lambda x: (x.float() * 3).to(x.dtype).float() - x.float() * 3,  # a cast that was asked for rounds
+        lambda x: (x.float() * 3).to(x.dtype).float() - x.float() * 3,  # the user's cast must round
         lambda x: x.to(torch.int32),
     ],
 )
@@ -163,16 +163,16 @@ def test_float8_is_converted_in_kernels(dtype):
     def quantized(x):
         scale = largest / x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
         short = (x.float() * scale).clamp(-largest, largest).to(dtype)
-        return short.float(), short.t().contiguous().to(torch.bfloat16), scale  # float8 itself has no assert_close
+        return short.float(), short.t().contiguous().to(torch.bfloat16), scale  # assert_close does not support float8
 
     counters["overlapc"].clear()
     same(quantized, x)
     assert counters["overlapc"]["fallbacks"] == 0
-    same(lambda x: torch.cat([x.to(dtype), x.to(dtype)]).view(torch.uint8), x)  # bits are copied as they are
+    same(lambda x: torch.cat([x.to(dtype), x.to(dtype)]).view(torch.uint8), x)  # copies keep the bits
 
 
 def test_zeros_without_memory_are_zeros():
-    """What forward-mode derivatives give where nothing depends on the input: kernels would read address 0."""
+    """Forward-mode AD returns them where nothing depends on the input; they have no memory that kernels could read."""
     same(lambda x: (torch._efficientzerotensor(5) + x, torch._efficientzerotensor(5) * x.sum()), torch.arange(5.0))
 
 
@@ -183,12 +183,12 @@ def test_what_is_added_up_in_low_precision_is_rounded_first(dtype, generator):
     def function(x):
         return x.cumsum(0, dtype=dtype), x[:4].cumprod(0, dtype=dtype), x.sum(0, dtype=dtype), x.mean(1, dtype=dtype)
 
-    for given in (x, x.double(), torch.arange(1000, 1300)[:, None]):  # integers above 256 are no numbers of bfloat16
+    for given in (x, x.double(), torch.arange(1000, 1300)[:, None]):  # bfloat16 cannot represent all integers above 256
         same(function, given, rtol=0, atol=0)
 
 
 def test_on_a_gpu_a_tensor_is_multiplied_by_the_inverse_of_a_number():
-    """As eager does there: 448 is no power of two, so its inverse is rounded, and the product's last bit shows it."""
+    """As in eager on GPUs. The inverse of 448, which is not a power of two, is rounded: the last bit shows which."""
     with FakeTensorMode():
         traced = make_fx(lambda x, y: (x / 448, y / 3.0, x / y))(
             torch.empty(8, device="cuda"), torch.empty(8, device="cuda", dtype=torch.float64)
@@ -213,7 +213,7 @@ def test_a_number_on_the_cpu_is_a_constant_of_a_kernel_for_a_gpu():
     kernels = [each for each in graph.ops if each.device.type == "cuda"]
     assert {type(each) for each in kernels} == {Loops}
     on_cpu = {each.name for each in graph.ops} - {each.name for each in kernels}
-    assert on_cpu  # the numbers themselves, which nothing reads any more
+    assert on_cpu  # the ops that make the numbers are still there, but no kernel reads them
     assert not any(load.buffer in on_cpu for each in kernels for load in each.body.loads())
 
 
@@ -254,7 +254,7 @@ def test_the_gradient_of_smooth_l1_loss_is_nan_where_the_difference_is(reduction
 
 
 def test_no_gradient_comes_from_between_the_bounds_of_softshrink():
-    x = torch.tensor([-2.0, -0.5, -0.3, -0.0, 0.0, 0.2, 1.5, float("nan")]).repeat(2)  # a vector of eager's loop
+    x = torch.tensor([-2.0, -0.5, -0.3, -0.0, 0.0, 0.2, 1.5, float("nan")]).repeat(2)  # fills eager's vector loop
 
     def function(x):
         shrunk = F.softshrink(x)
@@ -278,5 +278,5 @@ def test_no_gradient_comes_from_between_the_bounds_of_softshrink():
     ],
 )
 def test_an_element_is_chosen_by_a_condition(place):
-    """GCC 12 gathers from -1 and not from 1 where a loop over such indices is vectorized."""
+    """GCC 12 miscompiles a vectorized gather with indices computed from a condition: it reads at -1 instead of 1."""
     same(lambda table, x: table.take(place(x)), torch.randn(6), torch.randn(64))

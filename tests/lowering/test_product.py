@@ -1,4 +1,4 @@
-"""Matrix products as kernels of our own: the same numbers, and what is around them fused in."""
+"""Matrix products as generated kernels (`matmul=native`): results equal eager's, and surrounding ops are fused in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.lowering.against_eager import compiled
 
 
 def check(function: Callable[..., Any], *args: Tensor, kernels: int, dynamic: bool = False, **tolerance: float) -> None:
-    """Equal to eager, without a library call, in so many kernels."""
+    """Assert that the result equals eager's and that `kernels` generated kernels and no library call compute it."""
     before = {name: counted(name) for name in ("kernels", "externs", "fallbacks")}
     found = compiled(function, dynamic, matmul="native")(*args)
     made = {name: counted(name) - count for name, count in before.items()}

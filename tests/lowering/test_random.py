@@ -1,4 +1,4 @@
-"""Random numbers: distributed as they should be, repeated where they must be, fresh everywhere else."""
+"""Random numbers: right distributions, the same numbers where they must repeat, and new numbers everywhere else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N = 1 << 16
 
 
 def test_the_words_are_those_of_philox():
-    """Known answers of the authors' own Random123."""
+    """Known answers of Random123, the reference implementation."""
     assert philox.words(torch.tensor([0, 0]), torch.arange(4)).tolist() == [
         0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8,
     ]  # fmt: skip
@@ -38,7 +38,7 @@ def test_uniform_numbers_fill_their_interval_evenly(dtype):
         assert found.max() < 1
         counts = torch.histc(found.double().flatten(), 32, 0, 1)
         chi_squared = ((counts - N / 32) ** 2 / (N / 32)).sum()
-        assert chi_squared < 70  # 31 degrees of freedom: passed by all but 1 in 10,000
+        assert chi_squared < 70  # 31 degrees of freedom: exceeded with a probability below 1 in 10,000
         neighbours = torch.corrcoef(torch.stack((found.double().flatten()[:-1], found.double().flatten()[1:])))[0, 1]
         assert neighbours.abs() < 5 / math.sqrt(N)
 
@@ -146,11 +146,11 @@ def test_a_checkpoint_computes_the_same_mask_again():
     torch.manual_seed(4)
     y = step(x)
     (grad,) = torch.autograd.grad(y.sum(), x)
-    saved = compiled(lambda x: block(block(block(x))))  # without a checkpoint: saved masks
+    saved = compiled(lambda x: block(block(block(x))))  # without a checkpoint, masks are saved for backward
     torch.manual_seed(4)
     z = saved(x)
     torch.testing.assert_close(z, y)
-    # Another mask would be off by about 1; three sines round differently in kernels that are fused differently.
+    # Another mask would change gradients by about 1; the tolerance allows for other rounding in other fused kernels.
     torch.testing.assert_close(torch.autograd.grad(z.sum(), x)[0], grad, rtol=1e-3, atol=1e-3)
 
 
@@ -201,7 +201,7 @@ def unread_draws_in_a_checkpoint(x: Tensor) -> list[Tensor]:
     [(unread_draws, False), (unread_draws, True), (unread_draws_in_a_checkpoint, True)],
 )
 def test_fallback_random_keeps_draws_that_nothing_reads(function, trained):
-    """Or later draws, in this graph, after it and in backward, would be other numbers than eager's."""
+    """Else later draws (in this graph, after it, and in backward) would differ from eager's."""
 
     def run(call):
         torch.manual_seed(0)
@@ -227,6 +227,6 @@ def test_symbolic_sizes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_exponential_numbers_are_never_zero(monkeypatch, dtype):
-    """Or Gumbel noise, their logarithm, would be infinite once in 2^24 numbers, and a softmax over it NaN."""
+    """Else Gumbel noise, their logarithm, would be infinite once in 2^24 numbers, and a softmax over it NaN."""
     monkeypatch.setattr(random, "_uniform_like", lambda x, dtype: torch.zeros_like(x, dtype=dtype))
     assert (random.exponential(torch.empty(4, dtype=dtype)) > 0).all()

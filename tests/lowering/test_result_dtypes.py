@@ -1,4 +1,4 @@
-"""Operators whose result has the dtype of their first argument, not the one that all arguments promote to."""
+"""Operators whose result has the dtype of their first argument instead of the promoted dtype of all arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assigned(x: Tensor, source: Tensor) -> Tensor:
     return x
 
 
-# Each of (x, source) of 4 × 3; what eager refuses for a pair of dtypes is left out.
+# Functions of (x, source), both 4 x 3. A test skips the operators that eager refuses for its pair of dtypes.
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "select_scatter": lambda x, s: torch.select_scatter(x, s[0], 0, 1),
     "slice_scatter": lambda x, s: torch.slice_scatter(x, s[:2], 0, 0, 4, 2),
@@ -67,7 +67,7 @@ def accepted(x: Tensor, source: Tensor) -> dict[str, Tensor]:
     for name, function in OPERATORS.items():
         try:
             found[name] = function(x, source)
-        except RuntimeError:  # eager wants equal dtypes
+        except RuntimeError:  # eager requires equal dtypes
             continue
     return found
 

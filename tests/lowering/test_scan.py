@@ -1,4 +1,4 @@
-"""Cumulative ops: eager's numbers along any dim, and element-wise work before and after them in the same kernel."""
+"""Cumulative ops equal eager along any dim, and pointwise ops before and after them are in the same kernel."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_sizes_known_at_run_time():
 @pytest.mark.parametrize(
     ("function", "kernels"),
     [
-        (lambda x: (x * 2).sigmoid().cumsum(1).add(1).tanh(), 1),  # what comes before and what comes after
+        (lambda x: (x * 2).sigmoid().cumsum(1).add(1).tanh(), 1),  # pointwise ops before and after
         (lambda x: x.softmax(1).cumsum(1) < 0.9, 1),  # after reductions of the same rows
         (lambda x: x.cummax(1), 1),  # values and positions
         (lambda x: x.cumsum(1).amax(1), 1),  # before a reduction of the same rows
@@ -106,7 +106,7 @@ def test_gradients():
 
 
 def test_a_long_row_among_several_programs_on_a_gpu(tmp_path: Path):
-    """Three kernels in Triton, for one row: its softmax, then the scan of what that gives, in pieces."""
+    """In Triton, one row takes three kernels: its softmax, then a scan of the result in pieces."""
 
     def top_p(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mass = logits.softmax(-1).cumsum(-1)

@@ -1,4 +1,4 @@
-"""Scatters are generated, agree with eager, and run as calls where the order of atomics would show."""
+"""Scatters are generated and equal eager; with deterministic algorithms, which exclude atomics, they are calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = torch.tensor([3, 0, 3, 1])
 
 
 def generated(function, *args, dynamic=False, **tolerance):
-    """Same as eager, without a call that stands for something we should generate."""
+    """Assert that results equal eager's and that no op falls back to a library call."""
     counters.clear()
     same(function, *args, dynamic=dynamic, **tolerance)
     assert not counters["overlapc"]["fallbacks"], dict(counters["overlapc"])
@@ -31,7 +31,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @SHAPES
 @pytest.mark.parametrize("reduce", ["sum", "amax", "amin"])
 def test_elements_that_meet_are_combined(reduce, dynamic):
-    """Of all dtypes, in one graph: most of the time goes into compiling one."""
+    """All dtypes in one graph, because compiling a graph takes most of the time."""
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.bool)
 
     def call(index, *pairs):
@@ -66,7 +66,7 @@ def test_integers_add_up_exactly(dynamic):
     "function",
     [
         lambda x, i, v: torch.scatter(x, 0, i[:, None].expand(4, 3), v),
-        lambda x, i, v: torch.scatter(x, 0, i[:, None].expand(4, 2), v),  # of a larger source
+        lambda x, i, v: torch.scatter(x, 0, i[:, None].expand(4, 2), v),  # the source is larger than the index
         lambda x, i, v: torch.scatter(x, 1, (i[:, None] // 2).expand(4, 2), 7.0),
         lambda x, i, v: torch.scatter_add(x, 0, i[:, None].expand(4, 3), v),
         lambda x, i, v: torch.scatter_add(x.t().contiguous().t(), 0, i[:, None].expand(4, 3), v.t().contiguous().t()),
@@ -75,7 +75,7 @@ def test_integers_add_up_exactly(dynamic):
         lambda x, i, v: x.index_add(1, i[:2] // 2, v[:, :2].repeat(2, 1)[:6]),
         lambda x, i, v: x.index_copy(0, i.unique(return_inverse=True)[1] * 0 + torch.arange(4), v),
         lambda x, i, v: x.index_fill(0, i, 2.5),
-        lambda x, i, v: x.t().index_fill(-1, i - 6, v[0, 0]),  # and laid out as eager's
+        lambda x, i, v: x.t().index_fill(-1, i - 6, v[0, 0]),  # with eager's layout
         lambda x, i, v: (
             x[::2].index_fill(0, i[:1] % 2, 7).long().index_fill(1, i[:2] % 3, 2).sum(0).index_fill(0, i[1] % 3, 1)
         ),
@@ -110,7 +110,7 @@ def test_scatters_agree_with_eager(function, dynamic):
         lambda x, v: torch.diagonal_scatter(x, v[0, :1], 1),
         lambda x, v: torch.diagonal_scatter(x.t(), v[0, :2], 3),
         lambda x, v: torch.select_scatter(x, v[0, :2], 0, -2),
-        lambda x, v: torch.select_scatter(x[0].expand(3, 2), v[:, 0], 1, 0),  # each element in its own memory then
+        lambda x, v: torch.select_scatter(x[0].expand(3, 2), v[:, 0], 1, 0),  # the result's elements share no memory
         lambda x, v: torch.slice_scatter(x[0].expand(3, 2), v[:, :1], 1, 0, 1),
         lambda x, v: torch.diagonal_scatter(x[0].expand(3, 2), v[0, :2]),
     ],
@@ -126,7 +126,8 @@ def test_parts_written_over_agree_with_eager(function):
 @pytest.mark.parametrize("words", [7, 100], ids=["few-words", "many-words"])
 @pytest.mark.parametrize("padding", [None, 3])
 def test_the_gradient_of_an_embedding(words, padding, dynamic):
-    """With many words every word that occurs has an owner among its tokens; with few the table is added up in."""
+    """With many words, one token of each word that occurs adds up that word's row; with few, tokens are added into the
+    table."""
     tokens = torch.tensor([[3, 0, 3, 6], [1, 3, 0, 0], [2, 2, 2, 3]])
     dtypes = torch.float32, torch.bfloat16, torch.float64
     chosen = [numbers(3, 4, 5, dtype=dtype) for dtype in dtypes]
@@ -161,7 +162,7 @@ def test_the_gradient_of_an_embedding_of_odd_shapes(shape, strided):
     grad = grad if strided else grad.contiguous()
     found = compiled(lambda g, t: aten.embedding_dense_backward(g, t, 50, -1, False))(grad, tokens)
     exact = aten.embedding_dense_backward(grad.double(), tokens, 50, -1, False)
-    # One rounding of the sum. Eager rounds after each addition, so its sums of opposite terms may be far off.
+    # We round the sum once. Eager rounds after each addition, so its sums of terms that cancel may be far off.
     torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Sizes that are symbols, and sizes and numbers that only run time knows."""
+"""Symbolic sizes, and sizes and numbers that are known only at run time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest elements of short rows, by reductions: values, places, ties, NaN and infinities as in eager."""
+"""topk of short rows is computed by reductions: values, indices, NaN and infinities as in eager, ties by position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compiled(function):
 def test_values_and_places(size: tuple[int, ...], dim: int, k: int) -> None:
     torch.manual_seed(0)
     count = math.prod(size)
-    x = torch.randperm(count).view(size).float() - count / 2  # no ties: their order is open
+    x = torch.randperm(count).view(size).float() - count / 2  # no ties, whose order torch leaves open
     values, places = compiled(lambda x: x.topk(k, dim))(x)
     want = x.topk(k, dim)
     assert torch.equal(values, want.values)
@@ -63,5 +63,5 @@ def test_the_second_call_is_not_named_as_the_second_result_of_the_first() -> Non
     with FakeTensorMode():
         traced = make_fx(lambda x: (*x.topk(2, 0), *x.long().topk(2, 0)))(torch.empty(5))
     graph = lower(traced, "graph", lambda device: True, lambda node: None)
-    names = [each.name for each in graph.ops]  # a kernel for each result of the first, and a call
+    names = [each.name for each in graph.ops]  # a kernel per result of the first topk, a cast, the call of the second
     assert len(names) == len(set(names)) == 4

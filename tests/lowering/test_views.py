@@ -1,4 +1,4 @@
-"""Views: layouts over a buffer where one describes them, copies where none does."""
+"""Views: strided layouts over a buffer where a layout can describe the view, and copies where it cannot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_views_that_no_layout_describes(function):
 def test_memory_under_such_a_view_is_not_reused():
     def function(x):
         bits = (x * 2).view(torch.int32)
-        other = x * 3  # may take the memory that held x * 2, when that is counted dead too early
+        other = x * 3  # would reuse the memory of x * 2 if that were freed too early
         return bits + 1, other, (other + 1).sum()
 
     same(function, torch.randn(64, 64))
@@ -112,7 +112,7 @@ def test_a_view_counts_from_where_the_callers_memory_begins():
     memory = torch.arange(40.0)
     torch._dynamo.reset()
     compiled_once = torch.compile(function, backend="overlapc")
-    for x in (memory[6:16].clone(), memory[6:16], memory[:10], memory[8:18]):  # no guard tells them apart
+    for x in (memory[6:16].clone(), memory[6:16], memory[:10], memory[8:18]):  # no guard distinguishes them
         for got, wanted in zip(compiled_once(x), function(x), strict=True):
             assert torch.equal(got, wanted)
 
@@ -160,7 +160,7 @@ def test_a_gradients_view_counts_from_where_the_gradients_memory_begins():
     def function(x):
         return torch.as_strided_scatter(x, x.flatten()[:2], (2,), (1,), 1)
 
-    x = torch.randn(7, 6)[1:].requires_grad_()  # so is the result while tracing, the gradient below is not
+    x = torch.randn(7, 6)[1:].requires_grad_()  # has a storage offset, as the traced result has; the gradient has none
     gradient = torch.randn(6, 6)
     wanted = torch.autograd.grad(function(x), x, gradient)[0]
     torch._dynamo.reset()

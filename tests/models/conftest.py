@@ -1,4 +1,4 @@
-"""Models take minutes, so they run only when they are asked for: pytest tests/models."""
+"""Tests of whole models take minutes, so they run only when named on the command line: pytest tests/models."""
 
 from __future__ import annotations
 

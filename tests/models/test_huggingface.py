@@ -1,8 +1,8 @@
-"""Models as people train them: random weights of Hugging Face configurations, one step against eager.
+"""One training step of small Hugging Face models with random weights, compared with eager.
 
     pytest tests/models
 
-They take minutes, and run only when they are named so. Skipped where transformers is not installed.
+They take minutes and run only when named like this. Skipped where transformers is not installed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from overlapc.runtime.counters import counted
 
 T = pytest.importorskip("transformers", reason="needs transformers (pip install transformers)")
 
-# How many attentions of a model with two keep a mask (a sliding window). Every other mask that a model gives is causal
-# or lets everything through, and goes. Some releases of transformers leave causal masks out by themselves.
+# How many of the attentions of a model of two layers keep their mask (a sliding window). All other masks are causal or
+# let everything through, and are removed. Some releases of transformers pass no causal masks in the first place.
 MASKS_KEPT = {"llama": 0, "qwen2": 0, "qwen3": 0, "gemma3": 1, "phi": 0, "gpt2": 0, "bert": 0, "modernbert": 1}
 LABELS = torch.tensor([1, 3])
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -34,7 +34,7 @@ Inputs = dict[str, Tensor]
 
 
 def language(model: str, **config: Any) -> tuple[nn.Module, Inputs]:
-    """`model` is a causal, masked or sequence-to-sequence class; its config class has the family's name."""
+    """Return a model and its inputs; `model` names a causal, masked or sequence-to-sequence class of transformers."""
     family = model.removesuffix("ForCausalLM").removesuffix("ForMaskedLM").removesuffix("ForConditionalGeneration")
     family = family.removesuffix("LMHeadModel")
     tokens = torch.randint(3, 90, (2, 16))
@@ -43,7 +43,7 @@ def language(model: str, **config: Any) -> tuple[nn.Module, Inputs]:
 
 
 def gemma3() -> tuple[nn.Module, Inputs]:
-    """One layer with a window shorter than the sequence, one without."""
+    """Return a model with a layer whose window is shorter than the sequence and a layer without a window."""
     config = T.Gemma3TextConfig(
         vocab_size=100, num_key_value_heads=2, head_dim=8, sliding_window=8,
         layer_types=["sliding_attention", "full_attention"], **SMALL,
@@ -122,7 +122,7 @@ def step(model: nn.Module, inputs: Inputs, call: Callable[..., Any]) -> tuple[Te
 
 
 def breaks(model: nn.Module, inputs: Inputs, backend: str) -> tuple[Tensor, dict[str, Tensor], int]:
-    """A compiled step and how many graph breaks it took."""
+    """Return loss and gradients of a compiled step, and its number of graph breaks."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     loss, grads = step(model, inputs, torch.compile(model, backend=backend))
@@ -130,7 +130,7 @@ def breaks(model: nn.Module, inputs: Inputs, backend: str) -> tuple[Tensor, dict
 
 
 def masks_given(model: nn.Module, inputs: Inputs) -> int:
-    """How many attentions the model itself calls with a mask."""
+    """Return how many attentions the model calls with a mask."""
     found: list[Any] = []
 
     def look(graph: GraphModule, _: Any) -> GraphModule:
@@ -159,7 +159,7 @@ def test_a_step_equals_eager(name):
         assert dropped == masks_given(model, inputs) - MASKS_KEPT[name]
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert grads.keys() == wanted.keys()
-    # A gradient that is zero up to rounding has no relative error to speak of: measured against the largest one.
+    # The relative error of a gradient that is zero up to rounding is meaningless: compare with the largest gradient.
     floor = max(gradient.norm().item() for gradient in wanted.values()) * 1e-6
     for parameter, gradient in wanted.items():
         error = (grads[parameter] - gradient).norm().item()

@@ -1,4 +1,4 @@
-"""`autotune` on a real GPU: steps equal eager's, and what was measured once is found again without compiling."""
+"""`autotune` on a real GPU: steps equal eager's, and later processes use the stored measurements without compiling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import on_gpus, take_gpu, values_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# A process of its own each time, as a later job would be.
+# Runs in a new process each time, as a later job would.
 SCRIPT = """
 import sys, torch, torch.nn.functional as F, triton
 from overlapc.report.record import report_of_process
@@ -56,7 +56,7 @@ print(counters["tilings_timed"], sum(compiled_kernels), len([each for each in su
 
 
 def run(folder: Path, warm: str) -> list[int]:
-    """Tilings timed, kernels compiled in this process, graphs with a summary."""
+    """Run SCRIPT; return the numbers of tilings timed, of kernels compiled, and of graphs with a tuning summary."""
     command = [sys.executable, "-c", SCRIPT, str(folder), warm]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -68,20 +68,20 @@ def test_a_later_process_measures_and_compiles_nothing(tmp_path: Path):
     timed, _, graphs = run(tmp_path, "cold")
     assert timed > 10
     assert graphs == 2
-    assert run(tmp_path, "warm") == [0, 0, 2]  # graphs were not kept: planned anew with the times on disk
-    assert run(tmp_path, "warm") == [0, 0, 2]  # taken whole
+    assert run(tmp_path, "warm") == [0, 0, 2]  # the cold run cached no graphs: planned again with the times on disk
+    assert run(tmp_path, "warm") == [0, 0, 2]  # whole graphs from the cache
 
 
 def sharded_steps(root: str) -> list[dict[str, Any]]:
-    """A training step under FSDP, compiled cold and then with what rank 1 had kept lost."""
+    """Compile a training step under FSDP twice: cold, and after rank 1 has lost its cached tilings and graphs."""
     import overlapc
     from overlapc.codegen.triton import candidates
     from overlapc.launch.llama import Llama, LlamaConfig
 
-    candidates.MOST = 2  # of a kernel at once: who measures what is looked at here, not what is found
+    candidates.MOST = 2  # tilings per kernel: this tests how ranks divide the measurements, not their results
     take_gpu()
     rank = dist.get_rank()
-    cache = Path(root) / str(rank)  # of its own, as on another host
+    cache = Path(root) / str(rank)  # one per rank, as on different hosts
     mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -96,7 +96,7 @@ def sharded_steps(root: str) -> list[dict[str, Any]]:
         "autotune_seconds": 30,
         "rank_timeout": 60,
         "warm_start": True,
-        "transport": "nccl",  # sums of what came by copies are kernels that only one rank has and measures
+        "transport": "nccl",  # with copies, ranks have different kernels for sums, which only one rank measures
     }
     seen = []
     for start in ("cold", "lost"):
@@ -127,7 +127,7 @@ def sharded_steps(root: str) -> list[dict[str, Any]]:
 def test_ranks_choose_alike(tmp_path: Path):
     first, second = values_on_ranks(sharded_steps, 2, str(tmp_path), timeout_s=110, **on_gpus(2))
     for one, other in zip(first, second, strict=True):
-        assert one["tuned"] == other["tuned"]  # to the last digit of each time
+        assert one["tuned"] == other["tuned"]  # including the measured times, to the last digit
         assert one["schedules"] == other["schedules"]
         print(one["tuned"], one["timed"], other["timed"])
     for cold, again in (first, second):
@@ -135,6 +135,6 @@ def test_ranks_choose_alike(tmp_path: Path):
         for one, other in zip(cold["grads"], again["grads"], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
     assert first[0]["timed"] > 0
-    assert second[0]["timed"] > 0  # they divided the work
+    assert second[0]["timed"] > 0  # the ranks divided the work
     assert first[1]["timed"] == 0
     assert second[1]["timed"] > 0

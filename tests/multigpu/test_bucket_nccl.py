@@ -1,4 +1,4 @@
-"""Buckets of several dtypes over NCCL, which takes a dtype a tensor: one launch, the same bits."""
+"""A bucket of tensors of several dtypes is one NCCL launch with the same bits; each NCCL call within has one dtype."""
 
 from __future__ import annotations
 

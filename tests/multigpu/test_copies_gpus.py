@@ -1,5 +1,5 @@
-"""Collectives by copies between memories of GPUs: ten steps beside eager FSDP2, sums against float64, bits under random
-delays, what is cached, and the budget. On a GPU for each rank, or on fewer, which ranks then share.
+"""Collectives by copies between GPU memories: ten steps compared with eager FSDP2, sums compared with float64, equal
+bits under random delays, caching, and the memory budget. With fewer GPUs than ranks, ranks share GPUs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.ranks import on_gpus, take_gpu, values_on_ranks
 from tests.test_copies_ranks import after_a_failure, check_failure, check_parity, check_sums, parity, sums
 from tests.warm.test_warm_ranks import check_starts, starts
 
-# Over gloo, which ranks that share a GPU need, eager tensor parallelism is not possible (see `whole_tensor`):
-# test_parity_nccl.py compares it with one process.
+# Ranks that share a GPU need gloo, over which eager tensor parallelism does not work (see `whole_tensor`), so
+# test_parity_nccl.py compares tensor parallelism with one process.
 CASES = {
     2: ("reshard", "mixed precision", "accumulate", "uneven", "experts uneven"),
     4: ("to fewer ranks", "hsdp accumulate", "experts", "experts on groups of their own"),
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available
 
 
 def on_gpu(function: Any, *args: Any) -> Any:
-    """`function` on this rank's GPU."""
+    """Run `function` on this rank's GPU."""
     take_gpu()
     return function(*args)
 
@@ -46,7 +46,7 @@ def test_ten_steps_match_eager(ranks: int):
 
 
 def seen(cases: Any) -> dict[str, dict[str, Any]]:
-    """`compare` for every case."""
+    """Run `compare` for every case, with copies."""
     return seen_by(cases, "cuda", transport="copy")
 
 

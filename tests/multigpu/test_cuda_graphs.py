@@ -1,4 +1,4 @@
-"""Captured parts on real GPUs: steps equal those without, and results stay as they were."""
+"""CUDA graphs on real GPUs: steps equal those without graphs, and replays do not change earlier results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class Mlp(nn.Module):
-    """Many small kernels and products; `sorts` puts a call between them that waits for the device."""
+    """Many small kernels and products; with `sorts`, also a call that synchronizes with the device (`eigvalsh`)."""
 
     def __init__(self, layers: int = 4, width: int = 64, sorts: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Mlp(nn.Module):
 
 
 def steps(model: nn.Module, run: Any, count: int = 8) -> list[list[Tensor]]:
-    """Loss, gradients of every step (not copied), with an update of the parameters between steps."""
+    """Return loss and gradients of every step (not copied); parameters are updated between steps."""
     found = []
     for step in range(count):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).cuda()
@@ -50,7 +50,7 @@ def steps(model: nn.Module, run: Any, count: int = 8) -> list[list[Tensor]]:
 
 
 def both(tmp_path: Path, **how: Any) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """The same steps without and with CUDA graphs."""
+    """Run the same steps without and with CUDA graphs."""
     found = []
     for graphs in (False, True):
         torch._dynamo.reset()
@@ -65,7 +65,7 @@ def both(tmp_path: Path, **how: Any) -> tuple[list[list[Tensor]], list[list[Tens
 @pytest.mark.parametrize("sorts", [False, True], ids=["one-part", "cut"])
 def test_steps_with_captured_parts_equal_those_without(tmp_path: Path, sorts: bool):
     plain, captured = both(tmp_path, sorts=sorts)
-    for ours, theirs in zip(captured, plain, strict=True):  # all kept across replays
+    for ours, theirs in zip(captured, plain, strict=True):  # compared after all replays
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     graphs = record.report_of_process().steps[0].graphs
@@ -78,7 +78,7 @@ def test_steps_with_captured_parts_equal_those_without(tmp_path: Path, sorts: bo
 
 
 def _reduced(layers: int) -> tuple[float, int, int, list[str]]:
-    """(largest error, captures, replays, what is captured) of steps with an all-reduce in the graph."""
+    """Run steps with an all-reduce per layer; return (largest error, captures, replays, report lines)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Deterministic mode on a GPU: compilations from nothing give one schedule and, step after step, the same bits."""
+"""Deterministic mode on a GPU: compilations with empty caches give the same schedule, and the same bits at each step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class Model(nn.Module):
-    """What atomics, split reductions and measured choices could make differ: a lookup, norms, products, a loss."""
+    """A model whose bits could vary by atomics, split reductions or measured choices: a lookup, norms, products, a
+    loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class Model(nn.Module):
 
 
 def trained(cache: Path, steps: int = 4) -> tuple[list[Tensor], list[str]]:
-    """(losses and last gradients, schedules) of a few steps by code that was compiled from nothing."""
+    """Compile with an empty cache and run a few steps; return (losses and last gradients, schedules)."""
     torch._dynamo.reset()
     record.clear()
     torch.manual_seed(0)

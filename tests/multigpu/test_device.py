@@ -1,4 +1,4 @@
-"""A graph runs on the GPU that its tensors are on, whichever is current: kernels, memory and streams."""
+"""A graph runs on the GPU of its tensors whatever the current device is: kernels, memory and streams."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def step(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("compiled_on", [0, 1])
 def test_another_gpu_than_the_current_one(compiled_on: int, tmp_path: Path):
-    """Compiled while one GPU is current and called while others are."""
+    """The graph is compiled with one current device and called with others."""
     for home in (0, 1):
         torch._dynamo.reset()
         run = torch.compile(step, backend="overlapc", options={"cache_dir": str(tmp_path)})
-        # float64: where terms cancel, float32 differs by the order in which eager and kernels add them up.
+        # float64, because where terms cancel, float32 sums in another order than eager's differ visibly.
         x = torch.randn(32, 64, device=f"cuda:{home}", dtype=torch.float64, requires_grad=True)
         weight = torch.randn(64, device=f"cuda:{home}", dtype=torch.float64, requires_grad=True)
         for current in (compiled_on, 0, 1):
@@ -33,7 +33,7 @@ def test_another_gpu_than_the_current_one(compiled_on: int, tmp_path: Path):
 
 
 def test_kernels_follow_the_current_stream(tmp_path: Path):
-    """A chain on a side stream that starts late gives what it would give on the usual one."""
+    """A delayed chain on a side stream gives the same result as on the default stream."""
     run = torch.compile(step, backend="overlapc", options={"cache_dir": str(tmp_path)})
     x, weight = torch.randn(32, 64, device="cuda"), torch.randn(64, device="cuda")
     expected = run(x, weight)

@@ -1,4 +1,4 @@
-"""Flex attention's own kernel on a real GPU, against float64."""
+"""Generated flex attention kernels on a real GPU, compared with float64."""
 
 from __future__ import annotations
 

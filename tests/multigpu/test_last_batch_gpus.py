@@ -1,4 +1,4 @@
-"""A smaller batch on one of two ranks, on a GPU for each or on one that they share."""
+"""A smaller batch on one of two ranks, each with its own GPU or both on one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The main job on GPUs with Triton kernels: loss and every gradient equal to one process, in fp32.
+"""The cases of tests/test_parity_ranks.py on GPUs with Triton kernels: loss and every gradient equal one process's, in
+float32.
 
-Over NCCL with a GPU for each rank; by copies also where ranks share one.
+Over NCCL with a GPU for each rank; the cases by copies also where ranks share a GPU.
 """
 
 from __future__ import annotations

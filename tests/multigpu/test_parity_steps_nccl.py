@@ -1,7 +1,7 @@
-"""Ten steps beside eager FSDP2 or TP over NCCL.
+"""Ten steps compared with eager FSDP2 or TP over NCCL.
 
-Nearly all of it is compiling, on one core a rank. So the cases are dealt to several launches that run at once and share
-GPUs and compiled kernels.
+Nearly all of the time goes into compiling, on one core per rank. So the cases are divided among several launches that
+run at the same time and share GPUs and compiled kernels.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from tests.parallel.parity import FOUR, TWO, Case, check, check_overlap, seen_by
 from tests.ranks import values_on_ranks
 
-LAUNCHES = 3  # of each number of ranks
-SECONDS = 110  # a launch may take; 20 is what it takes
+LAUNCHES = 3  # per number of ranks
+SECONDS = 110  # timeout of a launch, which takes about 20 s
 
 Seen = Callable[[int, str], list[Any]]
 
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[Seen]:
-    """What every rank saw of a case, by number of ranks and the case's name. All launches begin at once."""
+    """Start all launches at the same time; return a function from (ranks, case name) to the results of every rank."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] if given is None else given.split(",")
     launched: dict[tuple[int, str], Future[list[Any]]] = {}

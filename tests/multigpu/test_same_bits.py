@@ -1,4 +1,4 @@
-"""A value that two kernels compute has the same bits in both, on a GPU, and gradients that compare are eager's."""
+"""On a GPU, a value that two kernels compute has equal bits in both, and gradients through comparisons are eager's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available
 @pytest.mark.parametrize("dtype", [f32, bf16, f16, f64], ids=str)
 def test_triton_kernels_agree_to_the_last_bit(dtype: torch.dtype, tmp_path: Path):
     generator, bits = TritonGenerator(), Bits(dtype)
-    few = dtype in (f16, f64)  # these take the compiler long
+    few = dtype in (f16, f64)  # kernels of these dtypes compile slowly
     found = [
         (kernel, form, generator.generate(kernel.body, "kernel", tiling=tiling))
         for kernel in kernels(dtype)

@@ -1,7 +1,8 @@
-"""The tables of operations and bodies on a real GPU against eager torch there, and what a launch costs the host.
+"""Triton kernels of all operations and loop bodies on a real GPU compared with eager torch, and the host time of a
+launch.
 
-All kernels are compiled in one call, in parallel; a failure names the form, the output, the first wrong element and
-keeps the source in the message.
+All kernels are compiled in one call, in parallel. A failure names the form, the output and the first wrong element, and
+includes the source.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SMALL = [(case, form, tiling) for case in small() + scan_cases() for form, tilin
 
 @pytest.fixture(scope="module")
 def large_cases() -> list[Case]:
-    """Made on demand: these are gigabytes that a run without a GPU should not touch."""
+    """Create the large cases on demand: they take gigabytes, which a run without a GPU should not allocate."""
     return large() + large_scan_cases() + large_product_cases()
 
 
@@ -45,7 +46,7 @@ def _check(named: list[tuple[str, Case, object]], cache_dir: Path) -> None:
     reports = []
     for (name, case, _), source in zip(named, sources, strict=True):
         problems = case.run(launchers[source.name], source, "cuda")
-        torch.cuda.synchronize()  # a fault belongs to this kernel, not to a later one
+        torch.cuda.synchronize()  # so that a fault is reported for this kernel, not for a later one
         if problems:
             reports.append("\n".join([f"{name}:", *problems, source.text]))
     assert not reports, f"{len(reports)} of {len(named)} kernels are wrong\n" + "\n\n".join(reports)
@@ -69,7 +70,7 @@ def test_tilings_to_measure_equal_eager(tmp_path: Path):
 
 
 def test_of_zeros_of_both_signs_a_scan_takes_the_last():
-    """As eager does: `copysign` tells them apart."""
+    """As in eager; `copysign` distinguishes the zeros."""
 
     def signs(x: torch.Tensor) -> list[torch.Tensor]:
         scanned = [x.cummax(1).values, x.cummin(1).values, x.cummax(0).values, x.cummin(0).values]
@@ -83,7 +84,7 @@ def test_of_zeros_of_both_signs_a_scan_takes_the_last():
 
 @pytest.mark.parametrize("width", [67, 131, 515])
 def test_what_a_mask_of_remainders_lets_through_is_read(width: int):
-    """ptxas lost a constant in such masks (`runtime/triton_compile.py`)."""
+    """ptxas miscompiled masks with remainders by losing a constant (`runtime/triton_compile.py`)."""
 
     def padded(x: torch.Tensor) -> torch.Tensor:
         found = torch.nn.functional.pad(x, (22, 12))
@@ -119,7 +120,7 @@ def test_one_kernel_serves_many_sizes(tmp_path: Path):
 
 def test_more_elements_than_int32(tmp_path: Path):
     count = 2**31 + 4096
-    case = swiglu(16)  # for its formula; the tensors are made on the device
+    case = swiglu(16)  # only for its formula; the large tensors are made on the device
     generator = TritonGenerator()
     big = swiglu_body(count)
     source = generator.generate(big, "big_swiglu")
@@ -135,7 +136,7 @@ def test_more_elements_than_int32(tmp_path: Path):
 
 
 def swiglu_body(count: int):
-    """`swiglu` over `count` elements, without making its tensors on the host."""
+    """Return the body of `swiglu` over `count` elements without creating its tensors on the host."""
     import sympy
 
     from overlapc.ir.body import Body, Loop
@@ -172,7 +173,7 @@ def test_a_launch_costs_the_host_a_few_microseconds(tmp_path: Path):
     for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(200):  # fewer than the queue holds, so that the host never waits for the device
+        for _ in range(200):  # fewer than the launch queue holds, so the host never waits for the device
             launcher(*arguments)
         best_us = min(best_us, (time.perf_counter() - start) / 200 * 1e6)
     print(f"host time of a launch: {best_us:.1f} us")
@@ -194,7 +195,7 @@ torch.cuda.synchronize()
 
 
 def test_a_failed_check_names_its_node_and_line(tmp_path: Path):
-    """In a process of its own: after a device assert a CUDA context is of no more use."""
+    """In a separate process, because a device assert makes the CUDA context unusable."""
     script = tmp_path / "script.py"
     script.write_text(OUT_OF_BOUNDS)
     root = Path(overlapc.__file__).parents[1]

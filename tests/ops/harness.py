@@ -1,10 +1,10 @@
-"""One sample of one torch operator, in eager and compiled, forward and backward, compared.
+"""Run one sample of one torch operator in eager and compiled, forward and backward, and compare the results.
 
-The operators and their samples are torch's own (`op_db`). Random ones draw from the same seed and must draw the same.
-A compiled result counts as right when it is as close to eager as `torch.testing.assert_close` asks, or as close to a
-float64 run as eager itself is (within a factor of 2). In low precision a sample of few elements may hit roundings of
-eager's that happen to cancel; there the same is asked of `NEIGHBOURS` calls nearby taken together, with every input
-moved by a rounding or two.
+The operators and their samples are those of torch's own tests (`op_db`). Random operators get the same seed in both
+runs and must draw the same numbers. A compiled result is right if it is close to eager's (`torch.testing.assert_close`)
+or if its error against a float64 run is at most twice eager's. In low precision, eager's roundings may cancel by chance
+in a sample of few elements; then the largest errors over `NEIGHBOURS` calls are compared instead, each with every input
+changed by one or two roundings.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch.utils import _pytree as pytree
 from overlapc.backend import overlapc as backend
 
 SECONDS_PER_SAMPLE = 120
-NEIGHBOURS = 12  # calls: enough that the largest error of many roundings is no matter of luck
+NEIGHBOURS = 12  # calls: enough that the largest error of all roundings does not depend on chance
 
-# Results that two runs cannot share, even in eager: compared by everything but their numbers.
+# Operators whose results are uninitialized memory: everything but the numbers is compared.
 UNINITIALIZED = frozenset(
     "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_".split()
 )
-# What running some operator on some sample may raise, in eager or while it is compiled.
+# What an operator may raise for a sample, in eager or while it is compiled.
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError, RuntimeError, TypeError,
     ValueError,
@@ -42,18 +42,19 @@ FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one sample came to; `kind` is one of pass, eager (torch's own compile fails too), raises, differs."""
+    """Outcome of one sample; `kind` is pass, skip (eager refuses the sample), eager (aot_eager fails, too), raises or
+    differs."""
 
     kind: str
     reason: str = ""
 
 
 class Differs(AssertionError):
-    """Two runs disagree."""
+    """The compiled results differ from eager's."""
 
 
 def operators() -> list[OpInfo]:
-    """Every operator torch describes, in its order."""
+    """Return all operators of torch's `op_db`, in its order."""
     return list(op_db)
 
 
@@ -62,7 +63,7 @@ def full_name(op: OpInfo) -> str:
 
 
 def samples(op: OpInfo, dtype: torch.dtype, count: int | None, seed: int, device: str = "cpu") -> list[SampleInput]:
-    """`count` samples, always the first one and others drawn by `seed`; all of them for None."""
+    """Return `count` samples: the first one, and others drawn with `seed`. Returns all samples if `count` is None."""
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes(device)
     torch.manual_seed(seed)
     made = list(op.sample_inputs(device, dtype, requires_grad=grad))
@@ -72,7 +73,8 @@ def samples(op: OpInfo, dtype: torch.dtype, count: int | None, seed: int, device
 
 
 def in_form(sample: SampleInput, form: str) -> SampleInput:
-    """`sample` as it is ("plain"), with holes in its tensors' memory, transposed, or with special values."""
+    """Return `sample` unchanged ("plain"), with non-contiguous tensors ("holes"), transposed ("transposed"), or with
+    special values ("special")."""
     if form == "holes":
         return sample.noncontiguous()
     change = {"transposed": _transposed, "special": _special}.get(form)
@@ -87,7 +89,7 @@ def _transposed(leaf: Any) -> Any:
 
 
 def _special(leaf: Any) -> Any:
-    """The tensor with every third of its floats infinite, NaN, a zero of either sign, 1 or -1."""
+    """Return the tensor with about a third of its floats replaced by infinities, NaN, zeros of both signs, 1 or -1."""
     if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.is_floating_point():
         return leaf
     generator = torch.Generator().manual_seed(leaf.numel())
@@ -103,13 +105,13 @@ def check(
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
     name: str = "",
 ) -> str:
-    """Differs when `compiled(function)` and `function` give other results, gradients or mutations for `sample`.
+    """Raise Differs if results, gradients or mutations of `compiled(function)` and `function` differ for `sample`.
 
-    Returns "" or the word "skip" when eager itself refuses the sample. Errors of the compiled run pass through.
+    Returns "skip" if eager refuses the sample, else "". Errors of the compiled run are not caught.
     """
     try:
         expected = run(function, sample)
-    except FAILURES:  # the sample is not for this dtype; nothing to compare with
+    except FAILURES:  # eager does not support the sample in this dtype: nothing to compare with
         return "skip"
     call = compiled(function)
     found = run(call, sample)
@@ -126,9 +128,9 @@ def check(
 
 
 def compare_nearby(function: Callable[..., Any], call: Callable[..., Any], sample: SampleInput) -> None:
-    """Differs unless `call`, over samples around `sample`, stays within twice the largest errors of `function`."""
+    """Raise Differs unless the errors of `call` on samples near `sample` are within twice those of `function`."""
     generator = torch.Generator().manual_seed(3)
-    worst: dict[int, list[float]] = {}  # leaf -> largest error of ours, of eager, and largest number
+    worst: dict[int, list[float]] = {}  # leaf -> our largest error, eager's largest error, largest magnitude
     for _ in range(NEIGHBOURS):
         near = _moved(sample, generator)
         runs = (run(call, near), run(function, near), run(function, near, torch.float64))
@@ -153,7 +155,7 @@ def _is_low_precision(sample: SampleInput) -> bool:
 
 
 def _moved(sample: SampleInput, generator: torch.Generator) -> SampleInput:
-    """`sample` with each floating-point number multiplied by one within two roundings of 1."""
+    """Return `sample` with each floating-point number multiplied by 1 + n * eps, n drawn from -2 to 2."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
@@ -175,7 +177,7 @@ def _moved(sample: SampleInput, generator: torch.Generator) -> SampleInput:
 
 
 def run(function: Callable[..., Any], sample: SampleInput, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Results, gradients and the arguments afterwards, of one call on copies of the sample's tensors."""
+    """Call `function` on copies of the sample's tensors; return results, gradients, and arguments after the call."""
     arguments = (sample.input, tuple(sample.args), dict(sample.kwargs))
     arguments = pytree.tree_map(lambda leaf: copied(leaf, dtype), arguments)
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -197,12 +199,13 @@ def run(function: Callable[..., Any], sample: SampleInput, dtype: torch.dtype | 
 
 
 def copied(leaf: Any, dtype: torch.dtype | None = None) -> Any:
-    """A tensor with its own memory and the same layout, a leaf where the original was one; others as they are."""
+    """Return a copy of a tensor with the same layout, which is a leaf and requires a gradient if the original does;
+    return other values unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     copy = leaf.detach().clone()
     if leaf.layout == torch.strided and not leaf.is_conj() and not leaf.is_neg():
-        # The whole storage: `as_strided` reaches beyond what the tensor itself covers.
+        # Copy the whole storage, because `as_strided` may read memory outside of the tensor.
         storage = leaf.untyped_storage().clone()
         empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         copy = empty.set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
@@ -214,12 +217,12 @@ def copied(leaf: Any, dtype: torch.dtype | None = None) -> Any:
 def _tangent(output: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(7)
     made = torch.rand(output.shape, generator=generator, dtype=torch.float64) + 0.5
-    # The same numbers in every precision, so that a float64 run is a reference for a bfloat16 one.
+    # The same numbers in every dtype, so that a float64 run is a reference for a bfloat16 run.
     return made.to(torch.bfloat16).to(device=output.device, dtype=output.dtype)
 
 
 def compare(found: Any, expected: Any, exact: Callable[[], Any]) -> None:
-    """Differs unless `found` is as close to `expected` as asked, or as near to `exact()` as `expected` is."""
+    """Raise Differs unless `found` is close to `expected`, or at most twice as far from `exact()` as `expected` is."""
     try:
         torch.testing.assert_close(found, expected, equal_nan=True, check_stride=False)
         return
@@ -228,7 +231,7 @@ def compare(found: Any, expected: Any, exact: Callable[[], Any]) -> None:
     _same_metadata(found, expected)
     try:
         reference = exact()
-    except FAILURES:  # no float64 kernel: nothing better than eager to compare with
+    except FAILURES:  # there is no float64 kernel, so eager is the only reference
         raise Differs(_line(difference)) from None
     leaves = zip(*(pytree.tree_leaves(tree) for tree in (found, expected, reference)), strict=True)
     for ours, eager, true in leaves:
@@ -270,11 +273,11 @@ def _same_metadata(found: Any, expected: Any) -> None:
             raise Differs(f"{mine.dtype}{list(mine.shape)} instead of {other.dtype}{list(other.shape)}")
 
 
-# --- one sample, classified
+# --- classifying a sample
 
 
 def compiled_by(backend: Any, dynamic: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A fresh `torch.compile` of whatever function it is given."""
+    """Return a function that compiles a function with `backend`, discarding everything that Dynamo compiled before."""
 
     def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
         torch._dynamo.reset()
@@ -284,7 +287,7 @@ def compiled_by(backend: Any, dynamic: bool) -> Callable[[Callable[..., Any]], C
 
 
 def classify(op: OpInfo, sample: SampleInput, dynamic: bool, options: dict[str, Any] | None = None) -> Outcome:
-    """Runs `sample` in eager and with overlapc; on failure also with `aot_eager`, to know whose failure it is."""
+    """Run `sample` in eager and with overlapc; on failure also with `aot_eager`, to see whether torch itself fails."""
 
     def ours(gm: Any, inputs: Any) -> Any:
         return backend(gm, inputs, options={"fallback_random": True, **(options or {})})
@@ -315,7 +318,7 @@ def first_lines(error: BaseException, count: int = 3) -> str:
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """TimeoutError after `seconds` (main thread only)."""
+    """Raise TimeoutError if the block takes more than `seconds` (main thread only)."""
 
     def expire(*_: Any) -> None:
         raise TimeoutError(f"took more than {seconds} s")

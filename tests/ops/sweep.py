@@ -1,6 +1,7 @@
-"""All of torch's operators through the backend: `python -m tests.ops.sweep --shard 0/4 --out sweep.jsonl`.
+"""Run all of torch's operators with the backend: `python -m tests.ops.sweep --shard 0/4 --out sweep.jsonl`.
 
-One JSON line per sample: operator, sample number, dtype, dynamic or not, outcome, reason. `--summary` counts them.
+Writes one JSON line per sample: operator, sample number, dtype, dynamic or not, outcome, reason. `--summary` counts
+the outcomes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sweep(given: argparse.Namespace) -> None:
-    """Runs what the arguments ask for, and writes a line a sample."""
+    """Run the operators and samples that the arguments select, and write a line for each sample."""
     options: dict[str, Any] = {"cache_dir": given.cache} if given.cache else {}
     out = open(given.out, "a") if given.out else sys.stdout  # noqa: SIM115
     shard, shards = (int(part) for part in given.shard.split("/"))
@@ -75,7 +76,7 @@ def sweep(given: argparse.Namespace) -> None:
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
-    """Counts by outcome, and every failure with the operators it hits."""
+    """Return counts by outcome, each failure with the operators that it affects, and the ops called as fallbacks."""
     counts = Counter(line["outcome"] for line in lines)
     text = [f"{len(lines)} samples of {len({line['op'] for line in lines})} operators: {dict(counts)}"]
     causes: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""A sample of torch's operators through the backend, another one each run, and every case that once went wrong.
+"""A random selection of torch's operators, a different one each day, and every case that was once wrong.
 
-The seed is printed when a case fails (it is part of its name) and settable: `OVERLAPC_TEST_SEED=7 pytest tests/ops`.
-All of them: `python -m tests.ops.sweep`.
+When a case fails, its seed is printed; `OVERLAPC_TEST_SEED=7 pytest tests/ops` sets the seed.
+`python -m tests.ops.sweep` runs all operators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from tests.ops.harness import classify, full_name, operators, samples
 
-# Drawn anew every run; workers of pytest-xdist must agree on it, so the day stands in for chance where none is given.
+# Workers of pytest-xdist must use the same seed, so the default is the day.
 SEED = int(os.environ.get("OVERLAPC_TEST_SEED", time.strftime("%Y%j")))
 COUNT = 36
 SLOW = frozenset("cumprod linalg.householder_product masked.cumprod masked.var ormqr".split())  # more than 5 s
@@ -24,7 +24,7 @@ BY_NAME = {full_name(op): op for op in operators()}
 
 
 def drawn() -> list[tuple[str, str, bool]]:
-    """Operator, dtype and whether shapes are symbolic."""
+    """Draw operators; return (operator, dtype, whether shapes are symbolic) for each."""
     chance = random.Random(SEED)
     names = chance.sample(sorted(BY_NAME.keys() - SLOW), COUNT)
     found = []
@@ -52,7 +52,7 @@ def test_an_operator_drawn_by_todays_seed(name, dtype, dynamic):
         raise
 
 
-# What the sweep found: operator, dtype, dynamic, samples, seed, and what was wrong.
+# Bugs that the sweep found: operator, dtype, dynamic, samples, seed, and what was wrong.
 FOUND = [
     ("block_diag", "float32", False, 3, 0, "a tensor that stood in a cat twice hid its neighbours"),
     ("nn.functional.layer_norm", "float32", False, 3, 0, "a producer without elements was inlined: modulo by zero"),
@@ -102,7 +102,7 @@ def test_the_harness_notices_wrong_results_gradients_and_arguments():
 
 @pytest.mark.parametrize("error", [0.05, -0.02])
 def test_the_harness_notices_errors_in_low_precision(error):
-    """Roundings may differ; a number that is off by a few of them everywhere, or an addition left out, may not."""
+    """Single roundings may differ, but an error of several roundings in every element must be noticed."""
     from tests.ops.harness import Differs, check
 
     for sample in BY_NAME["mul"].sample_inputs("cpu", torch.bfloat16, requires_grad=True):

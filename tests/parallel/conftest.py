@@ -1,4 +1,4 @@
-"""Sharded models are traced on a fake process group: rank 1 of 4, no communication."""
+"""A fixture with which sharded models are traced on a fake process group, as rank 1 of 4, without communication."""
 
 from __future__ import annotations
 

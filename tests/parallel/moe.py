@@ -1,4 +1,4 @@
-"""A mixture of experts with the experts spread over ranks: tokens travel by all-to-all, there and back."""
+"""A mixture of experts whose experts are distributed over ranks: tokens are exchanged by all-to-all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 
 class MoE(nn.Module):
-    """Embedding, one expert a rank, head; every token goes to the expert that the router likes best.
+    """Embedding, one expert per rank, head; the router sends each token to the expert with the highest score.
 
-    even: each rank sends the same number of slots to every expert, and tokens beyond them are left out; otherwise
-    it sends what the router says, and sizes depend on data.
+    even: each rank sends the same number of slots to every expert, and drops tokens beyond that; otherwise it sends as
+    many tokens as the router chose, so sizes depend on data.
     """
 
     def __init__(self, group: dist.ProcessGroup, even: bool, dim: int = 8, vocab: int = 24) -> None:

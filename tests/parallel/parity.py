@@ -1,4 +1,4 @@
-"""Ten training steps on real ranks, beside eager FSDP2 (or eager TP): the same batches, the same optimizer.
+"""Compare ten training steps on real ranks with eager FSDP2 (or eager TP): the same batches, the same optimizer.
 
 Used with gloo by test_parity_steps.py and with NCCL by tests/multigpu.
 """
@@ -25,37 +25,37 @@ from tests.parallel.moe import MoE
 from tests.parallel.tiny import Tiny, tensor_parallel
 from tests.ranks import take_gpu, whole_tensor
 
-LENGTH = 6  # of a sequence; divides by the tensor-parallel ranks
+LENGTH = 6  # of a sequence; divisible by the number of tensor-parallel ranks
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 HALF_ROOT = replace(HALF, output_dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is spread, and how it is trained. Axes of size 1 are left out of meshes."""
+    """A model, how it is parallelized, and how it is trained. `dp`, `replicas` and `tp` are sizes of mesh axes."""
 
     name: str
     dp: int = 1
     replicas: int = 1
     tp: int = 1
     how: dict[str, Any] = field(default_factory=dict)  # options of fully_shard
-    root: dict[str, Any] = field(default_factory=dict)  # of its call on the whole model, in place of those
-    sizes: dict[str, Any] = field(default_factory=dict)  # of Tiny
-    frozen: str = ""  # parameters whose names begin so need no gradient
-    micro: int = 1  # batches a step; all but the last without reduction
-    divide: float = 0.0  # what gradients are divided by, if not the number of ranks
-    ends: bool = False  # the embedding is a group of its own, the last norm and the head are one together
-    fsdp2: str = ""  # FSDP2's fully_shard: "adopt" takes it over, "hooks" leaves it as it is
-    unflattened: bool = False  # the mesh is cut from one of one axis that knows none of the names, as torchtitan does
-    placed: bool = False  # experts are put on their own mesh by a placement function, not by a call of their own
-    experts: str = ""  # "even", "uneven": a mixture of experts over all ranks in place of Tiny
+    root: dict[str, Any] = field(default_factory=dict)  # options for the whole model that override those
+    sizes: dict[str, Any] = field(default_factory=dict)  # arguments of Tiny
+    frozen: str = ""  # parameters whose names begin with this require no gradient
+    micro: int = 1  # micro-batches per step; all but the last without gradient reduction
+    divide: float = 0.0  # gradient divide factor; 0: the number of ranks
+    ends: bool = False  # shard the embedding as a group, and the last norm and the head together as another group
+    fsdp2: str = ""  # use FSDP2's fully_shard: "adopt" then calls adopt_fsdp2, "hooks" does not
+    unflattened: bool = False  # the mesh is unflattened from a mesh of one unrelated axis, as in torchtitan
+    placed: bool = False  # experts are sharded on their own mesh by shard_placement_fn instead of by their own call
+    experts: str = ""  # "even", "uneven": a mixture of experts over all ranks instead of Tiny
     adam: bool = False
-    budget: str = ""  # memory_budget, in which parameters stay gathered for backward
+    budget: str = ""  # memory_budget within which parameters stay gathered for backward
     tolerance: float = 2e-5
 
 
 def on_dim_1(param: nn.Parameter) -> Shard | None:
-    """Matrices by columns."""
+    """Return the placement that shards matrices by columns."""
     return Shard(1) if param.ndim == 2 else None
 
 
@@ -100,19 +100,19 @@ FOUR = (
     ),
     Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}, unflattened=True, budget="1GiB"),
     Case("experts on groups of their own", dp=2, replicas=2, experts="even"),
-    *((ADOPT_PLACED,) if hasattr(_fsdp_common, "ShardPlacementResult") else ()),  # torch 2.11 has one mesh a call
+    *((ADOPT_PLACED,) if hasattr(_fsdp_common, "ShardPlacementResult") else ()),  # torch 2.11: one mesh per call
 )
 
 
 def placement(experts: set[nn.Parameter], mesh: DeviceMesh, others: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Where FSDP2 is to shard each parameter: experts over all of `mesh`, others over the last axis of `others`."""
+    """Return a shard_placement_fn: experts over all of `mesh`, other parameters over the last axis of `others`."""
     own = _fsdp_common.FSDPMeshInfo(mesh, 0)
     default = _fsdp_common.HSDPMeshInfo(others, shard_mesh_dim=1, replicate_mesh_dim=0)
     return lambda param: _fsdp_common.ShardPlacementResult(Shard(0), own if param in experts else default)
 
 
 def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module:
-    """The model of a case, from the same numbers every time."""
+    """Return the sharded model of a case; every call creates the same parameters."""
     torch.manual_seed(0)
     device = mesh.device_type
     if case.experts:
@@ -127,7 +127,7 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
     if case.dp > 1:
         axes = mesh["dp"] if case.replicas == 1 else mesh["replicate", "dp"]
         ignored: dict[str, Any] = {}
-        if isinstance(model, MoE) and case.replicas == 1:  # each rank has an expert of its own
+        if isinstance(model, MoE) and case.replicas == 1:  # each rank has its own expert
             ignored = {"ignored_params": set(model.experts.parameters())}
         inner = [(layer, axes) for layer in getattr(model, "layers", ())]
         if case.ends:
@@ -139,7 +139,7 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
         for module, its_axes in inner:
             apply(module, mesh=its_axes, **case.how)
         apply(model, mesh=axes, **{**case.how, **case.root}, **ignored)
-    # FSDP2 cannot over gloo.
+    # FSDP2 does not support divide factors over gloo.
     for module in model.modules() if case.divide and "nccl" in str(dist.get_backend_config()) else ():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(case.divide)
@@ -147,9 +147,9 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
 
 
 def train(case: Case, model: nn.Module, step: Callable[..., Tensor], mesh: DeviceMesh, steps: int) -> dict[str, Any]:
-    """Losses of this rank and the last step's full gradients."""
+    """Train and return this rank's losses and the full gradients of the last step."""
     params = [param for param in model.parameters() if param.requires_grad]
-    # One by one: torch 2.11 steps no list in which some are DTensors and some are not.
+    # No foreach: torch 2.11 cannot step a list that mixes DTensors and plain tensors.
     each: dict[str, Any] = {"params": params, "foreach": False}
     optimizer = torch.optim.AdamW(**each, lr=1e-3) if case.adam else torch.optim.SGD(**each, lr=0.1)
     rank = mesh.get_local_rank("replicate") * case.dp + mesh.get_local_rank("dp")
@@ -172,7 +172,10 @@ def train(case: Case, model: nn.Module, step: Callable[..., Tensor], mesh: Devic
 
 
 def compare(case: Case, device: str, steps: int = 10, **options: Any) -> dict[str, Any]:
-    """The largest relative differences of losses and of gradients, and what was compiled. options: of the backend."""
+    """Train a case with overlapc and in eager; return relative differences and counts of what was compiled.
+
+    options: options of the backend.
+    """
     sizes = (case.replicas, case.dp, case.tp)
     names = ("replicate", "dp", "tp")
     if case.unflattened:
@@ -208,7 +211,8 @@ def compare(case: Case, device: str, steps: int = 10, **options: Any) -> dict[st
 
 
 def overlap_changes(device: str) -> dict[str, Any]:
-    """What the passes change in a bfloat16 step besides its order: nothing, bit for bit."""
+    """Train a bfloat16 model with and without passes; return whether losses and gradients have equal bits, and counts
+    of kernels and collectives."""
     case = Case("bf16", dp=2, how={"mp_policy": HALF, "reshard_after_forward": True})
     mesh = init_device_mesh(device, (1, 2, 1), mesh_dim_names=("replicate", "dp", "tp"))
     runs = []
@@ -230,12 +234,12 @@ def overlap_changes(device: str) -> dict[str, Any]:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Of two gradients, in units of the larger one's norm; both may be nothing but rounding."""
+    """Return the norm of the difference relative to the norm of `theirs`, or to 1e-6 if that norm is only rounding."""
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-6))
 
 
 def seen_by(cases: tuple[Case, ...], device: str, overlap: bool = False, **options: Any) -> dict[str, dict[str, Any]]:
-    """`compare` for every case, on every rank. overlap: also what the passes change, which takes two ranks."""
+    """Run `compare` for every case; with `overlap`, also `overlap_changes`, which needs two ranks."""
     torch.set_num_threads(1)
     if device == "cuda":
         take_gpu()
@@ -257,10 +261,10 @@ def check(outcomes: list[dict[str, Any]], case: Case) -> None:
 
 
 def check_overlap(outcomes: list[dict[str, Any]]) -> None:
-    """outcomes: what `overlap_changes` found on each rank."""
+    """Assert what `overlap_changes` returned on each rank."""
     for seen in outcomes:
         assert seen["losses"]
         assert seen["grads"]
         assert seen["kernels"][0] == seen["kernels"][1] > 0
-        assert seen["sharing"][0] > seen["sharing"][1] == 0, "each cast before a bucket has a launch of its own"
+        assert seen["sharing"][0] > seen["sharing"][1] == 0, "the casts before a bucket do not share launches"
         assert seen["collectives"][0] < seen["collectives"][1], "the passes did nothing: no bucket was made"

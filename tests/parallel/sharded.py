@@ -1,4 +1,4 @@
-"""Tiny models under `fully_shard`, ours or FSDP2's, as users call it: each layer, then the whole."""
+"""Tiny models sharded by our or FSDP2's `fully_shard` as users call it: on each layer, then on the whole model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Apply = Callable[..., Any]
 
 
 def mesh_1d() -> DeviceMesh:
-    """Four ranks on one axis."""
+    """Return a mesh of four ranks on one axis."""
     return init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
 
 
 def shard(model: Tiny, mesh: DeviceMesh | None = None, apply: Apply = fully_shard, **how: Any) -> Tiny:
-    """`model`, its layers and the rest of it groups of their own. how: options of `apply`."""
+    """Shard each layer and then the whole model with `apply(..., **how)`; return the model."""
     mesh = mesh or mesh_1d()
     for module in (*model.layers, model):
         apply(module, mesh=mesh, **how)

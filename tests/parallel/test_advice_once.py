@@ -1,4 +1,4 @@
-"""Advice about the program comes from one rank: on the others the same program says nothing."""
+"""Rank 0 alone warns about the program; other ranks, which run the same program, do not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.worlds import fake_world
 
 
 class Net(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # a frame of ours: those of torch are not compiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # because Dynamo does not compile frames of torch itself
         return super().forward(x).relu()
 
 

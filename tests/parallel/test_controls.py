@@ -1,4 +1,4 @@
-"""FSDP2's methods on modules that `fully_shard` made, on torch's fake process group."""
+"""FSDP2's methods on modules that our `fully_shard` sharded, on torch's fake process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
 
 
 def recomputed(model: nn.Module, step=None) -> set[str]:
-    """Parameters that the backward graph gathers again."""
+    """Return the parameters that the backward graph gathers again."""
     recorder = Recorder()
     step = torch.compile(model, backend=recorder, fullgraph=True)
     step(*batch(2)).backward()
@@ -108,9 +108,9 @@ def test_an_adopted_model_keeps_its_factor():
 
 
 def test_all_of_fsdp2s_methods_are_there():
-    """Each works, is a hint that is ignored, or says what to do instead."""
+    """Each method works, is an ignored hint, or raises an error that says what to do instead."""
     theirs = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")}
-    # What overlapc itself has no counterpart of: state of a hook-driven iteration.
+    # reset_iter_state resets FSDP2's hooks, which overlapc does not have.
     assert theirs - {"reset_iter_state"} <= set(dir(FSDPModule))
     model = shard(Tiny())
     for name in HINTS:

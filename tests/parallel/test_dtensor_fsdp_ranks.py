@@ -1,4 +1,4 @@
-"""FSDP that a user wrote with DTensors, on real ranks: eager's numbers, in buckets."""
+"""FSDP written by a user with DTensors, on real ranks: results equal eager's, and collectives are bucketed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks import values_on_ranks
 
 
 def trained(compiled: bool, dtype: torch.dtype) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses of three steps, and the last gradients' shards."""
+    """Return the losses of three steps and this rank's shards of the last gradients."""
     torch.manual_seed(0)
     model = Tiny(dim=16, hidden=32)
     fsdp_with_dtensors(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)), dtype)
@@ -59,4 +59,4 @@ def test_numbers_are_eagers(seen: list[dict[str, Any]], dtype: str, tolerance: f
 
 def test_collectives_are_launched_in_buckets(seen: list[dict[str, Any]]):
     assert len(seen[0]["launches"]) == 2
-    assert all(1 <= launches <= 5 for launches in seen[0]["launches"])  # of 14 parameters
+    assert all(1 <= launches <= 5 for launches in seen[0]["launches"])  # for 14 parameters

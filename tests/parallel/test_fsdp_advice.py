@@ -1,4 +1,4 @@
-"""What `fully_shard` and its kin refuse or advise against, and what they tell the user to do."""
+"""What `fully_shard`, `adopt_fsdp2`, `no_sync` and the backend refuse or warn about, and what they suggest instead."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_taken_over_says_what_to_do_instead():
     with pytest.raises(ConfigError, match="of this Linear: call it after"):
         adopt_fsdp2(nn.Linear(4, 4))
     adopted = adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh))
-    assert adopt_fsdp2(adopted) is adopted  # by a trainer's callback, before each training
+    assert adopt_fsdp2(adopted) is adopted  # a trainer's callback may call it before each training
     with pytest.raises(ConfigError, match="FSDP1's FullyShardedDataParallel"):
         adopt_fsdp2(fsdp2.FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
     with pytest.raises(ConfigError, match=r"wrapped in DistributedDataParallel.*\(ranks, 1\)"):
@@ -73,7 +73,7 @@ def test_what_cannot_be_taken_over_says_what_to_do_instead():
 
 @pytest.fixture
 def _first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is the one that advises."""
+    """Make this process rank 0, the only rank that warns."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
 
 
@@ -88,7 +88,7 @@ def test_a_module_compiled_by_itself_is_advised_of():
 @pytest.mark.filterwarnings("error:overlapc compiles a module")
 @pytest.mark.parametrize("adopt", [False, True])
 def test_blocks_that_torch_compile_wraps_are_part_of_the_outermost_graph(adopt):
-    """As the advice is to compile the outermost module."""
+    """Without the warning, which advises to compile the outermost module."""
     record.clear()
     mesh, model = mesh_1d(), Tiny()
     for at, block in enumerate(model.layers):

@@ -1,4 +1,4 @@
-"""Parity on GPUs over NCCL, which averages gradients by itself."""
+"""Two GPUs over NCCL, which averages gradients within the reduce-scatter, match one GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fully_shard` puts into the graph, on torch's fake process group: no process but this one."""
+"""The graphs of models under `fully_shard`: gathers, reductions, padding and casts, on torch's fake process group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gathers(graph_module) -> list[str]:
 LAYER = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
 BLOCKS = [f"layers.{index}.{name}" for index in range(2) for name in LAYER]
 ROOT = ["embed.weight", "norm.weight", "norm.bias", "head.weight"]
-# Biases and what only shifts are not needed to compute gradients, and so never gathered in backward.
+# Biases are not needed to compute gradients, so they are never gathered in backward.
 USED_IN_BACKWARD = [
     f"layers.{index}.{name}" for index in range(2) for name in ("norm.weight", "up.weight", "down.weight")
 ]
@@ -60,7 +60,7 @@ def test_gathers_again_in_backward_where_a_group_reshards(ac):
     assert len(again) == len(set(again)), "a parameter is gathered twice in backward"
     assert set(USED_IN_BACKWARD) <= set(again)
     assert all(name.startswith("layers.") for name in again), "the root keeps its parameters, like FSDP2"
-    # activation checkpointing computes silu(up(x)) again, and with it needs up.bias
+    # activation checkpointing recomputes silu(up(x)), for which it needs up.bias
     assert ("layers.0.up.bias" in again) == bool(ac)
 
 
@@ -93,7 +93,7 @@ def test_forward_never_saves_a_gathered_parameter_that_is_resharded():
 
 
 def test_on_one_rank_a_cast_is_saved_only_where_nothing_reshards():
-    """Neither gathers, and FSDP2 frees what it computes with all the same."""
+    """On one rank nothing is gathered, but FSDP2 still frees the cast parameters of groups that reshard."""
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "dp"))["dp"]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     saved = []
@@ -201,7 +201,7 @@ def test_dynamo_is_told_what_a_gather_gives_without_going_through_it(param_dtype
     local = keys[0][0].to_local()
     traced = make_fx(partial(unshard_local, key=keys[0][1]), tracing_mode="fake")(
         local
-    )  # all of it, where ops are noted
+    )  # make_fx must see all ops of the gather
     assert "all_gather_into_tensor" in ops(traced)
 
 
@@ -263,7 +263,7 @@ def test_a_list_of_modules_is_one_group(adopted: bool):
     assert {"norm.weight", "norm.bias", "head.weight"} == {
         name for name, label in labels.items() if label.group == "norm,head"
     }
-    assert labels["head.weight"].reshard  # it is not the outermost
+    assert labels["head.weight"].reshard  # because its group is not the outermost module
     assert not labels["embed.weight"].reshard
 
 
@@ -333,7 +333,8 @@ def test_parameters_in_lists_and_of_other_modules_are_gathered():
 
 
 class Broken(nn.Module):
-    """Scales, in code that Dynamo leaves to Python: `by_user`, or because it breaks a graph within a checkpoint."""
+    """Scales by a parameter in code that runs eagerly: disabled by the user (`by_user`), or after a graph break inside
+    a checkpoint."""
 
     def __init__(self, by_user: bool):
         super().__init__()
@@ -423,7 +424,7 @@ def test_a_mesh_with_nothing_to_shard_over_replicates():
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_dtensor_comes_out_on_a_mesh_that_was_made_before(earlier: bool):
-    """torch 2.13 takes an equal mesh of earlier for that of the output, and finds it nowhere but in the tangents."""
+    """If an equal mesh was created earlier, torch 2.13 uses it for the output, and only the tangents refer to it."""
     for _ in range(1 + earlier):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
@@ -473,7 +474,7 @@ def test_selective_checkpointing_is_honoured():
     everything = compiled(fully_shard(Two(None), mesh_1d(), reshard_after_forward=True)).backward[0]
     torch._dynamo.reset()
     selected = compiled(fully_shard(Two(keep_matmuls), mesh_1d(), reshard_after_forward=True)).backward[0]
-    # b's input gradient and two weight gradients; a full checkpoint repeats both forward matmuls
+    # b's input gradient and two weight gradients; a full checkpoint recomputes both forward matmuls
     assert ops(everything).count("mm") == 3 + 2
     assert ops(selected).count("mm") == 3
     assert gathers(selected) == ["b.weight"]

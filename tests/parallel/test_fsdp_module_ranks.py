@@ -1,4 +1,4 @@
-"""What trainers call on a module that FSDP2 shards, on an adopted one: the same losses, gradients and collectives."""
+"""FSDP2's methods that trainers call give the same losses, gradients and collectives on an adopted module."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def micro_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def in_place(model: Any, mesh: DeviceMesh) -> list[Tensor]:
-    """Hugging Face's Trainer: accumulation, and a loss that is scaled where it lies, which FSDP2's own cannot be."""
+    """Like Hugging Face's Trainer: accumulate gradients and scale the loss in place, which FSDP2 itself does not
+    allow."""
     ours = isinstance(getattr(model, "_orig_mod", model), overlapc.parallel.FSDPModule)
     losses = []
     for number, batch in enumerate(micro_batches()):
@@ -50,7 +51,7 @@ def in_place(model: Any, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def each_module(model: Any, mesh: DeviceMesh) -> list[Tensor]:
-    """Lightning Fabric: every module by itself."""
+    """Like Lightning Fabric: set gradient reduction on each module separately."""
     losses = []
     for number, batch in enumerate(micro_batches()):
         for module in model.modules():
@@ -62,7 +63,7 @@ def each_module(model: Any, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def late(model: Any, mesh: DeviceMesh) -> list[Tensor]:
-    """Reduction is off during a forward, and on during its backward, which reduces what had added up before, too."""
+    """Switch reduction on between a forward and its backward, which then also reduces the accumulated gradients."""
     model.set_requires_gradient_sync(False)
     losses = [model(*micro_batches()[0])]
     losses[0].backward()
@@ -73,10 +74,10 @@ def late(model: Any, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def chunked_head(model: Any, mesh: DeviceMesh) -> list[Tensor]:
-    """torchtitan's chunked loss: the head is called for each part, gathered once, reduced once."""
+    """Like torchtitan's chunked loss: call the head for each chunk, but gather and reduce its parameters once."""
     head, hidden = model.head, torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     losses = []
-    for _ in range(2):  # the second time after a change of the parameters
+    for _ in range(2):  # the parameters change in between
         head.set_reshard_after_forward(False)
         head.set_reshard_after_backward(False)
         head.set_requires_gradient_sync(False, recurse=False)
@@ -96,7 +97,8 @@ def chunked_head(model: Any, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def prefetched(model: Any, mesh: DeviceMesh) -> list[Tensor]:
-    """`unshard` without `reshard`: forward and backward free what it gathered, so that no step sees an old one."""
+    """Call `unshard` without `reshard`: forward and backward must free the gathered parameters, so that no step reads
+    stale ones."""
     losses = []
     for step in range(3):
         handle = model.unshard(async_op=True)
@@ -110,7 +112,7 @@ def prefetched(model: Any, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def pipelined(model: Any, mesh: DeviceMesh) -> list[Tensor]:
-    """torch's pipeline schedule turns reduction off before each backward, and reduces at the end by itself."""
+    """Run torch's pipeline schedule, which disables reduction for each backward and reduces at the end itself."""
     stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
     losses: list[Tensor] = []
     hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -119,7 +121,7 @@ def pipelined(model: Any, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def recovered(model: Any, mesh: DeviceMesh) -> list[Tensor]:
-    """A step that failed in accumulation, then one that does not, of which alone the gradients are."""
+    """Run a step that fails during accumulation and then a step that succeeds: only the latter gives gradients."""
     if isinstance(model, overlapc.parallel.FSDPModule):
         model.set_requires_gradient_sync(False)
         model(*micro_batches()[0]).backward()
@@ -133,7 +135,7 @@ def recovered(model: Any, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def method(model: Any, mesh: DeviceMesh) -> list[Tensor]:
-    """A method that was registered as a forward reads parameters itself."""
+    """Call a method that was registered as a forward method and that reads parameters directly."""
     loss = model.encode(micro_batches()[0][0]).square().mean()
     loss.backward()
     return [loss]
@@ -203,7 +205,7 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
 
 
 class Collectives(TorchDispatchMode):
-    """Counts gathers and reductions."""
+    """Counts all-gathers and reduce-scatters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ class Collectives(TorchDispatchMode):
 
 def seen(model: Any, program: Program, mesh: DeviceMesh) -> tuple[list[float], dict[str, Tensor], tuple[int, int]]:
     counted = Collectives()
-    with counted if program is chunked_head else contextlib.nullcontext():  # Dynamo compiles nothing under a mode
+    with counted if program is chunked_head else contextlib.nullcontext():  # under a mode, Dynamo does not compile
         losses = program(model, mesh)
     grads = {
         name.removeprefix("_orig_mod."): param.grad.full_tensor()

@@ -1,6 +1,7 @@
-"""Loss and every gradient against one process with the whole batch, on real ranks over gloo.
+"""Loss and every gradient of real ranks over gloo equal those of one process with the whole batch.
 
-Eager, and one case compiled for each number of ranks: test_parity_steps.py compiles the others, beside FSDP2.
+All cases run in eager, and one per number of ranks is also compiled; test_parity_steps.py compiles the other cases and
+compares them with FSDP2.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.parallel.tiny import Recorder, Tiny, batch, ops, tensor_parallel
 from tests.ranks import values_on_ranks
 
 ROWS = 4  # of the global batch
-LENGTH = 6  # of a sequence; divides by the tensor-parallel ranks
+LENGTH = 6  # of a sequence; divisible by the number of tensor-parallel ranks
 
 
 def model_of(**sizes: Any) -> Tiny:
@@ -32,7 +33,10 @@ def model_of(**sizes: Any) -> Tiny:
 
 
 def run(model: nn.Module, dp: DeviceMesh | None, compiled: bool, vocab: int) -> tuple[Tensor, dict[str, Tensor], Any]:
-    """(global loss, full gradients, graphs) of one step; each data-parallel rank takes its rows of the batch."""
+    """Run a step and return (global loss, full gradients, recorded graphs).
+
+    Each data-parallel rank takes its rows of the batch.
+    """
     tokens, targets = batch(ROWS, LENGTH, vocab)
     if dp is not None:
         rank, size = dp.get_rank(), dist.get_world_size()
@@ -57,7 +61,7 @@ def run(model: nn.Module, dp: DeviceMesh | None, compiled: bool, vocab: int) -> 
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest difference of two gradients, in units of the larger one's largest entry."""
+    """Return the largest difference of an entry of `a` and `b`, relative to the largest entry of that tensor in `b`."""
     assert list(a) == list(b)
     return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in a)
 
@@ -65,7 +69,8 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def compare(
     sharded: Tiny, reference: Tiny, dp: DeviceMesh | None, vocab: int = 24, compiled: bool = False
 ) -> dict[str, Any]:
-    """How far loss and gradients are from those of one process: eager, and with `compiled` compiled, with its ops."""
+    """Return the relative differences of loss and gradients from one process's, in eager and, if `compiled`, compiled
+    (then also the compiled graphs' ops)."""
     want, want_grads, _ = run(reference, None, False, vocab)
     seen: dict[str, Any] = {}
     for mode in ("eager", "compiled") if compiled else ("eager",):
@@ -169,7 +174,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def check(seen: dict[str, Any], compiled: bool) -> None:
-    """seen: by `compare`."""
+    """Assert the differences that `compare` returned."""
     assert ("compiled loss" in seen) == compiled
     for what in ("eager loss", "eager gradients", *(("compiled loss", "compiled gradients") if compiled else ())):
         assert seen[what] < 1e-5, what

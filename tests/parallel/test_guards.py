@@ -1,4 +1,4 @@
-"""A model compiled with `trust_modules`: what Dynamo still notices, and what the step itself refuses."""
+"""Models compiled with `trust_modules`: changes for which Dynamo still recompiles, and changes that a step refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
 
 
 class Counting:
-    """overlapc, and how often Dynamo asked for it."""
+    """The overlapc backend, with a count of the graphs that Dynamo gave it."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -40,17 +40,17 @@ class Mlp(nn.Module):
 
 
 def model() -> nn.Module:
-    """Tensor parallel, with its hooks; what its one collective adds up on a fake process group is one rank's."""
+    """Return a tensor-parallel model; on the fake process group its all-reduce returns this rank's terms."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     made = parallelize_module(Mlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     generator = torch.Generator().manual_seed(0)
-    for param in made.parameters():  # of which nothing was scattered
+    for param in made.parameters():  # the fake process group scattered no values
         param.detach().to_local().normal_(generator=generator)
     return made
 
 
 def trusting(module: nn.Module) -> tuple[Callable[[], Tensor], Counting]:
-    """A training step of `module`, three of which were made."""
+    """Compile `module` with trust_modules and run three training steps; return the step and the graph counter."""
     counting = Counting()
     compiled = torch.compile(module, backend=counting, options={"guard_filter_fn": overlapc.trust_modules})
 

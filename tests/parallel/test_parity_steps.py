@@ -1,4 +1,4 @@
-"""Ten steps beside eager FSDP2 or TP on real gloo ranks, one launch for two ranks and one for four."""
+"""Ten steps compared with eager FSDP2 or TP on real gloo ranks, one launch for two ranks and one for four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer made before `fully_shard` holds parameters that nobody reads any more: it says so, once."""
+"""An optimizer created before `fully_shard` holds replaced, unused parameters: its first step warns, once."""
 
 from __future__ import annotations
 

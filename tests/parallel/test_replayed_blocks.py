@@ -1,4 +1,4 @@
-"""Dynamo traces equal sharded blocks once: the captured graph is that of tracing each, whatever blocks are and do."""
+"""Dynamo traces equal sharded blocks only once, and the captured graph equals that of tracing every block."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(block() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.run(x * 2).sum()  # which needs gradients, and is no input
+        return self.run(x * 2).sum()  # the blocks' input requires a gradient and is not a graph input
 
     def run(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -57,7 +57,7 @@ def sharded(model: nn.Module) -> Any:
 
 
 def lines(graph: fx.Graph) -> list[Any]:
-    """All that a graph says, with parameters in place of their keys."""
+    """Return a comparable description of all nodes, with the keys of parameters replaced by the parameters."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, str) and value in described_params:
@@ -68,7 +68,7 @@ def lines(graph: fx.Graph) -> list[Any]:
         shape = getattr(value, "shape", None)
         return None if shape is None else (tuple(shape), value.dtype, value.requires_grad)
 
-    def where(node: fx.Node) -> Any:  # an input: who reads it first
+    def where(node: fx.Node) -> Any:  # not of inputs, whose trace is that of their first reader
         return None if node.op == "placeholder" else (module_path(node), node.meta.get("stack_trace"))
 
     return [
@@ -81,7 +81,10 @@ def lines(graph: fx.Graph) -> list[Any]:
 
 
 def capture(model: Any, once: bool, run: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-    """The graphs that Dynamo captures while `run` calls the compiled model, and what it returned."""
+    """Return the graphs that Dynamo captures while `run` calls the compiled model, and the result of `run`.
+
+    once: whether equal blocks are traced only once.
+    """
     graphs = []
 
     def keep(gm: fx.GraphModule, inputs: Any) -> Any:
@@ -102,7 +105,10 @@ def capture(model: Any, once: bool, run: Callable[[Any], Any]) -> tuple[list[Any
 
 
 def once(model: Any, traced: int, calls: int = 1, run: Callable[[Any], Any] | None = None) -> None:
-    """Checks graphs and state with blocks traced once, and that so many blocks were traced as another."""
+    """Assert that tracing equal blocks once gives the same graphs, results and block state as tracing every block.
+
+    traced: the expected number of blocks whose trace is that of another block.
+    """
     x = torch.randn(2, DIM, requires_grad=True)
 
     def default(compiled: Any) -> Any:
@@ -201,7 +207,7 @@ class Shared(Block):
 
 
 class Pairs(Model):
-    """Blocks that are given one tensor twice, or two; constants; and a tuple."""
+    """Passes each block either one tensor twice or two tensors, and a constant."""
 
     def run(self, x: Tensor) -> Tensor:
         y = x
@@ -211,11 +217,11 @@ class Pairs(Model):
 
 
 def test_inputs_that_are_one_tensor_or_other_constants_are_told_apart():
-    once(sharded(Pairs(Shared)), 1)  # `third` as `first`
+    once(sharded(Pairs(Shared)), 1)  # the third block as the first
 
 
 class Modes(Model):
-    """Two blocks under other modes than the first."""
+    """Calls two of the blocks under other modes than the first."""
 
     def run(self, x: Tensor) -> Tensor:
         y = x
@@ -227,11 +233,11 @@ class Modes(Model):
 
 
 def test_modes_around_a_block_are_told_apart():
-    once(sharded(Modes()), 1)  # `fourth`, which computes in the mode of `first`
+    once(sharded(Modes()), 1)  # the fourth block, which runs in the modes of the first
 
 
 class Contexts(Block):
-    """Enters modes, as norms and rotary embeddings do; the nodes that do so come without a source."""
+    """Enters modes, as norms and rotary embeddings do; the nodes that enter them have no source line."""
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -302,7 +308,7 @@ class Checkpointed(Block):
 
 
 class Selective(Block):
-    """What is saved is decided by an object of each block."""
+    """A checkpoint whose policy depends on an attribute of each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +394,7 @@ TABLE = torch.ones(DIM)
 
 
 class Tables(Block):
-    """Reads a tensor by a global name, and one of its own."""
+    """Reads a global tensor and a tensor of the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +422,7 @@ def test_whether_a_block_has_an_attribute_is_seen():
 
 
 class Remembering(Model):
-    """What the model stores while it runs decides how blocks compute."""
+    """Stores a value while it runs, on which the blocks' computation depends."""
 
     def run(self, x: Tensor) -> Tensor:
         for at, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""A small transformer-like model, and compilers that only record, for tests of sharding and partitioning."""
+"""A small transformer-like model and a recording backend for tests of sharding and partitioning."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """Embedding, blocks, head; `forward` returns the mean cross-entropy.
 
-    one_row: a parameter of a single row is added to the embeddings, as a ViT's class token: only one rank has a shard.
+    one_row: adds a parameter of a single row to the embeddings, like a ViT's class token: only one rank has a shard.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Tiny(nn.Module):
 
 @dataclass
 class Recorder:
-    """A backend that runs the graphs as they are and keeps them."""
+    """A backend that runs graphs unchanged and records them."""
 
     partition_fn: Callable[..., Any] = partition
     decompositions: dict[Any, Callable[..., Any]] | None = None
@@ -107,18 +107,18 @@ class Recorder:
 
 
 def ops(graph_module: fx.GraphModule) -> list[str]:
-    """Names of the ops called, in order: `all_gather_into_tensor`, `mm`, ..."""
+    """Return the names of the called ops in order: `all_gather_into_tensor`, `mm`, ..."""
     return [node.target._opname for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
 
 
 def batch(count: int, length: int = 5, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), the same on all ranks."""
+    """Return (tokens, targets), the same on all ranks."""
     generator = torch.Generator().manual_seed(7)
     return tuple(torch.randint(vocab, (count, length), generator=generator) for _ in range(2))  # type: ignore
 
 
 def tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
-    """Megatron's plan with sequence parallelism between the linears."""
+    """Parallelize `model` by Megatron's plan, with sequence parallelism outside of the linear layers."""
     for layer in model.layers:
         plan = {
             "norm": SequenceParallel(),
@@ -135,7 +135,8 @@ def tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
 
 
 def fsdp_with_dtensors(model: nn.Module, mesh: DeviceMesh, param_dtype: torch.dtype = torch.float32) -> None:
-    """FSDP as users write it with DTensors alone: a parameter is gathered where it is read, its gradient scattered."""
+    """Shard `model` as users write FSDP with DTensors alone: a parameter is gathered where it is read, and its gradient
+    is reduce-scattered."""
 
     def gathered(name: str) -> property:
         def read(module: nn.Module) -> Tensor:

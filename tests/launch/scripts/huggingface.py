@@ -1,4 +1,4 @@
-"""A causal language model of transformers, as people train one: FSDP2 by layer, bf16, fused AdamW, clipping.
+"""Trains a causal language model of transformers: FSDP2 by layer, bf16, fused AdamW, gradient clipping.
 
 overlapc plan tests/launch/scripts/huggingface.py --world-size 8,64
 overlapc run --nproc 2 tests/launch/scripts/huggingface.py --measure

@@ -1,4 +1,5 @@
-"""A transformer as torchtitan spreads it: tensor and sequence parallel, activation checkpoints, FSDP2 over the rest.
+"""Trains a transformer parallelized like torchtitan's: tensor and sequence parallel, activation checkpoints, and FSDP2
+over the other ranks.
 
 overlapc plan tests/launch/scripts/tensor_parallel.py --world-size 16,64 -- --tp 8
 """

@@ -1,4 +1,5 @@
-"""A residual network as image classifiers are trained: channels last, autocast, SGD with momentum, a schedule per step.
+"""Trains a residual network for image classification: channels last, autocast, SGD with momentum, a learning-rate
+schedule per step.
 
 overlapc plan tests/launch/scripts/vision.py --world-size 8
 """
