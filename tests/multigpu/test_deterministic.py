@@ -1,4 +1,4 @@
-"""Deterministic mode on a GPU: compilations with empty caches give the same schedule, and the same bits at each step."""
+"""Deterministic mode on a GPU: compilations with empty caches give the same schedule and the same bits at each step."""
 
 from __future__ import annotations
 

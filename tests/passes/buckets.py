@@ -1,4 +1,4 @@
-"""What is bucketed in tests: modules of a few collectives, and a machine whose collectives take 10 us at least."""
+"""Schedules for tests of buckets, and a profile in which every collective takes at least 10 us."""
 
 from dataclasses import replace
 
@@ -48,14 +48,15 @@ def bucketed(text: str, run: Pass = bucket, **context: object) -> tuple[Schedule
 
 
 def units(each_us: float, count: int = 4) -> str:
-    """`count` modules of one gather each, and one kernel each."""
+    """Return the text of `count` modules, each with one gather and one kernel."""
     gathers = [f"a{at} = all_gather(p{at}) @dp unit=m{at} : 8B {each_us}us" for at in range(count)]
     uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 1us" for at in range(count)]
     return ";".join(gathers + uses)
 
 
 def passes_of(*units: tuple[int, int], reductions: bool = False) -> str:
-    """A module of two collectives for each (us that one takes, us of compute until the next module's)."""
+    """Return the text of a module of two collectives for each (us per collective, us of compute before the next
+    module)."""
     lines, ready = [], []
     for at, (each_us, compute_us) in enumerate(units):
         names = (f"a{at}", f"b{at}")
@@ -69,7 +70,7 @@ def passes_of(*units: tuple[int, int], reductions: bool = False) -> str:
 
 @st.composite
 def with_units(draw: st.DrawFn) -> Schedule:
-    """Random schedules whose collectives belong to one of two modules or to none."""
+    """Draw schedules whose collectives belong to one of two modules or to none."""
     schedule = draw(schedules(most_nodes=20))
     unit = st.sampled_from(["m", "m", "n", ""])
     return replace(

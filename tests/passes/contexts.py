@@ -1,11 +1,11 @@
-"""What passes are run under where their rules are tested, and the order that comes out is looked at."""
+"""Contexts in which the rules of passes are tested."""
 
 from dataclasses import replace
 
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.passes.base import Context
 
-KEPT = Context(peak_increase=100.0)  # the order of collectives on a queue
+KEPT = Context(peak_increase=100.0)  # passes keep the order of collectives on a queue
 FREE = replace(KEPT, reorder_collectives=True)
 TIGHT = replace(FREE, peak_increase=0.0)
 LATE = replace(FREE, overlap_margin=1.5)

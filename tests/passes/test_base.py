@@ -23,7 +23,7 @@ STEP = """
 
 
 def reversing(schedule, ctx):
-    """A user's pass that is wrong."""
+    """A user's pass that breaks data dependences."""
     return schedule.replace_order(reversed(order_of(schedule))), PassReport("reversing")
 
 
@@ -38,7 +38,7 @@ def test_the_default_pipeline_hides_what_can_be_hidden():
     assert [report.name for report in result.reports] == list(ORDER)
     assert result.before.exposed_ns == 220e3
     records = {record.name: record for record in result.collectives}
-    # Hidden: the second gather and the first scatter. Nothing runs beside the first and the last.
+    # The second gather and the first scatter are hidden. No compute can overlap the first and the last collective.
     assert {name: record.exposed_after_ns for name, record in records.items()} == {
         "ag0": 50e3, "ag1": 0.0, "rs1": 0.0, "rs0": 60e3,
     }  # fmt: skip
@@ -147,7 +147,7 @@ def test_dumps_before_and_after_every_pass():
 
 
 @given(schedules(most_nodes=24), st.sampled_from(["", "h200-nvlink"]))
-@settings(max_examples=100, deadline=None)  # a tenth of a second each
+@settings(max_examples=100, deadline=None)  # 0.1 s per example
 def test_the_pipeline_keeps_what_every_pass_keeps(schedule, profile):
     ctx = Context(profile=load_profile(profile)) if profile else Context()
     result = run_pipeline(schedule, ctx)

@@ -34,7 +34,7 @@ def test_passes_behind_it_do_not_run():
 
 @pytest.mark.parametrize("name", ORDER)
 def test_stopping_after_a_default_pass_runs_it_and_those_before_it_once_each(name):
-    """What comes out is what these passes make when they are asked for by name."""
+    """The resulting order is that of running these passes by name."""
     names, dumped = ORDER[: ORDER.index(name) + 1], {}
     result = run_pipeline(parse(STEP), Context(stop_after=name, dump=dumped.__setitem__))
     assert [report.name for report in result.reports] == list(names)

@@ -59,7 +59,7 @@ def test_dtypes_join_but_for_those_of_all_reduces():
 
 
 def test_what_another_module_stands_between_stays_apart():
-    """The embedding and the head belong to one module, and are needed at the two ends of a step."""
+    """For example, the embedding and the head belong to the root module, but are needed at opposite ends of a step."""
     text = """
         a = all_gather(p) @dp unit=root : 8B 30us; u = wait(a); y = kernel(u) : 0B 500us
         b = all_gather(q) @dp unit=l0 : 8B 30us; v = wait(b); z = kernel(v, y) : 0B 500us
@@ -102,7 +102,7 @@ def test_what_waits_for_itself_or_goes_nobody_knows_where_is_not_merged(other):
 
 
 def test_a_step_that_would_be_slower_is_left_alone():
-    """Alone, the first is there when it is needed; together with the second it would not be."""
+    """Alone, the first collective ends before its result is read; together with the second it would not."""
     text = """
         a = all_gather(p) @dp unit=m : 8B 5us; long = kernel(x) : 0B 50us; u = wait(a); y = kernel(u, long) : 0B 90us
         b = all_gather(q) @tp unit=m : 8B 10us; c = all_gather(q) @dp unit=m : 8B 90us
@@ -173,7 +173,7 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule, reorder, room):
 
 
 @given(with_units(), st.booleans(), st.sampled_from([None, 0, 4]), st.sampled_from(CONTEXTS))
-@settings(max_examples=100, deadline=None)  # a tenth of a second each
+@settings(max_examples=100, deadline=None)  # 0.1 s per example
 def test_pipelines_that_bucket_stay_within_the_limit_and_are_no_slower(schedule, reorder, room, ctx):
     ctx = limited(ctx, schedule, reorder, room)
     result = run_pipeline(schedule, ctx)

@@ -15,7 +15,7 @@ WARM = "warm = kernel(x) : 0B 900us"
 
 
 def gathers(count: int, compute_us: float, unit: str = "m") -> str:
-    """Each right before its result is read, as programs have them."""
+    """Return the text of gathers, each right before its result is read, as in the order of a program."""
     return "\n".join(
         f"{unit}a{at} = all_gather({unit}p{at}) @dp unit={unit} : 8B 60us; {unit}w{at} = wait({unit}a{at})\n"
         f"{unit}k{at} = kernel({unit}w{at}, x) : 0B {compute_us}us"
@@ -41,8 +41,8 @@ def test_a_bucket_that_compute_hides_stays_whole():
 
 
 def test_what_a_step_begins_with_is_cut_where_compute_runs_beside_the_rest():
-    """Whole, compute begins after 210us. After the first 60us it covers nearly all of the others, one by one; where
-    compute is short, 160us for three of four and 60us for the last are best."""
+    """With one bucket, compute begins after 210us. Cut into four, compute begins after 60us and hides nearly all other
+    gathers. If compute is short, a bucket of three (160us) and the last gather alone (60us) are best."""
     moved, reasons = bucketed(gathers(4, 50))
     assert starts(moved) == ["ma0", "ma1", "ma2", "ma3"]
     assert set(reasons.values()) == {"its bucket is cut: a whole bucket would cost more time or memory"}
@@ -58,7 +58,7 @@ def test_what_a_step_ends_with_is_cut_and_each_part_leaves_where_it_is_made():
 
 
 def test_only_what_is_exposed_is_cut():
-    """The compute of the first two kernels hides the rest of their module, and all of it the second module's bucket."""
+    """The first two kernels hide the other gathers of their module, and the whole module hides the second's bucket."""
     moved, _ = bucketed(gathers(4, 120) + "\n" + gathers(4, 120, "n"))
     assert starts(moved) == ["ma0", "ma1", "ma2+1", "na0+3"]
 
@@ -78,7 +78,7 @@ def test_replays_are_limited(monkeypatch):
 @given(with_units())
 @settings(max_examples=60, deadline=None)
 def test_cuts_never_make_a_step_longer(schedule):
-    """In the order that the rules lead to, in which both are judged."""
+    """Both are judged in the order that the passes' rules give."""
     ctx = Context(overlap_margin=1.5, reorder_collectives=True)
     with patch.object(bucket, "CUTS", 0):
         whole, _ = bucket.bucket(schedule, ctx)

@@ -13,7 +13,7 @@ def test_a_gather_of_what_compute_made_begins_its_own_bucket():
 @pytest.mark.parametrize(
     ("casts", "joins"),
     [
-        ("c = kernel(q) : 0B 20us; d = view(c); e = view(c)", True),  # what both views need counts once
+        ("c = kernel(q) : 0B 20us; d = view(c); e = view(c)", True),  # the kernel that both views need counts once
         ("f = kernel(q) : 0B 20us; c = kernel(f) : 0B 10us; d = view(c); e = view(c)", False),
     ],
 )
@@ -39,7 +39,7 @@ def test_what_came_along_once_is_free_for_the_next():
 @pytest.mark.parametrize(
     ("made", "joins"),
     [
-        ("c = kernel(q) : 0B 500us; {}", True),  # in front of the bucket anyhow
+        ("c = kernel(q) : 0B 500us; {}", True),  # already before the bucket
         ("{} t = all_gather(q) @tp : 8B 1us; c = wait(t)", False),
         ("{} c = comm:swap(q) @tp safe=yes : 8B", False),
     ],
@@ -88,7 +88,7 @@ def test_without_leave_to_pass_others_those_of_other_groups_are_no_hindrance(col
 
 
 def test_no_start_goes_behind_a_reduction_without_leave_to_pass_others():
-    """`r` would take `c`, which reduces its result on, past `q` on the queue of both."""
+    """Moving `r` later would also move `c`, which reduces its result, past `q` on the queue of `c` and `q`."""
     text = """
         g = kernel(x) : 4B 5us; r = reduce_scatter(g) @dp unit=m : 2B 30us; s = wait(r)
         c = all_reduce(s) @replicate : 2B 30us; q = all_reduce(p) @replicate : 2B 30us

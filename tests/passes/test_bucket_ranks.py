@@ -1,4 +1,4 @@
-"""Buckets on real ranks: the same numbers, bit for bit, from fewer collectives."""
+"""Buckets on real ranks: bitwise equal results from fewer collectives."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
 }
-PROFILE = "cpu-gloo"  # stored: what is merged does not depend on how busy this machine is
+PROFILE = "cpu-gloo"  # a stored profile, so that the buckets do not depend on the load of this machine
 CASES = [("fp32", (1, 2)), ("bf16", (1, 2)), ("fp32", (2, 1))]  # precision, (replicas, shards)
 
 
 def steps(cases: Sequence[tuple[str, tuple[int, int]]], folder: str) -> list[dict[str, Any]]:
-    """On every rank, for each case: what one step gives with buckets and without, and how many collectives it took.
+    """Return, for each case, the results and number of collectives of a step with and without buckets.
 
-    The last two are those of `precisions` and `packed`.
+    The last two entries are the results of `precisions` and `packed`.
     """
     torch.set_num_threads(1)
     seen = [{passes: step(precision, shape, passes) for passes in ("bucket", "none")} for precision, shape in cases]
@@ -56,7 +56,7 @@ def step(precision: str, shape: tuple[int, int], passes: str) -> dict[str, Any]:
 
 
 def own_batch() -> tuple[Tensor, Tensor]:
-    """This rank's rows."""
+    """Return this rank's rows of the batch."""
     tokens, targets = (whole.chunk(2)[dist.get_rank()] for whole in batch(4))
     return tokens, targets
 
@@ -76,7 +76,7 @@ class Precisions(nn.Module):
 
 
 def packed(folder: str) -> dict[str, dict[str, Any]]:
-    """With small tensors packed and without: one step of a model with a norm and a bias a layer."""
+    """Run a step of a model with a norm and a bias in each layer, with and without packing of small tensors."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     profile = load_profile(PROFILE)
     seen = {}
@@ -99,7 +99,8 @@ def packed(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def precisions(device: str = "cpu", profile: str = PROFILE) -> dict[str, dict[str, Any]]:
-    """With buckets and without: one step of the module above, and how many collectives each direction took."""
+    """Run a step of `Precisions` with and without buckets; return results and numbers of collectives in forward and
+    backward."""
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
@@ -137,7 +138,7 @@ def test_buckets_change_no_bit_and_launch_less(outcomes, number):
         assert torch.equal(with_buckets["loss"], without["loss"])
         for name, grad in without["grads"].items():
             assert torch.equal(with_buckets["grads"][name], grad), name
-        # Five parameters a layer, in both directions and once more for backward's gathers.
+        # Five parameters per layer are gathered in forward, and gathered and reduced in backward.
         assert with_buckets["collectives"] <= without["collectives"] / 2
 
 
@@ -146,7 +147,8 @@ def test_several_dtypes_are_one_launch(outcomes):
 
 
 def check_precisions(outcomes: Sequence[dict[str, dict[str, Any]]]) -> None:
-    """Four gathers of three dtypes and three reduce-scatters of two, each kind in one launch; and no bit is another."""
+    """Assert that four gathers of three dtypes are one launch, and three reduce-scatters of two dtypes another, with
+    bitwise equal results."""
     for outcome in outcomes:
         with_buckets, without = outcome["bucket"], outcome["none"]
         assert (with_buckets["collectives"], without["collectives"]) == ((1, 1), (4, 3))

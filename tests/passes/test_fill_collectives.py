@@ -24,7 +24,7 @@ def test_ready_compute_fills_a_collectives_time():
 
 
 def test_what_leads_to_a_collective_goes_first():
-    """`g` feeds the reduction, `b` nothing: the weight gradient goes ahead of it."""
+    """`g`, a weight gradient, feeds the reduction; `b` feeds no collective. So `g` goes first."""
     schedule = parse("""
         b = kernel(x) : 0B 50us; c = kernel(b) : 0B 50us
         g = kernel(x) : 0B 50us; rs = reduce_scatter(g) @dp : 0B 90us; s = wait(rs)
@@ -43,7 +43,7 @@ def test_the_sooner_a_collective_the_sooner_its_compute():
 
 
 def test_a_wait_comes_as_soon_as_its_collective_is_done():
-    """Nobody asks for `s` yet; but its memory can go, and what it leads to is ready."""
+    """No node needs `s` yet, but the wait frees memory, and the node that reads `s` becomes ready."""
     schedule = parse("""
         a = kernel(x) : 0B 10us; rs = reduce_scatter(a) @dp : 0B 20us; s = wait(rs); y = kernel(s) : 0B 5us
         b = kernel(x) : 0B 30us; c = kernel(x) : 0B 30us
@@ -61,7 +61,7 @@ def test_a_schedule_that_is_full_comes_back_without_reasons():
 
 
 def test_what_simulates_slower_is_undone():
-    """The scatter goes first, and the kernel beside it takes three times as long."""
+    """The scatter would go first, and the kernel that overlaps it would take three times as long."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "rs = reduce_scatter(g) @dp : 0B 10us; s = wait(rs); y = kernel(s) : 0B 9us; b = kernel(x) : 0B 100us"
     check_pass(
@@ -85,7 +85,7 @@ HELD = DeviceProfile("held", collectives_wait_for_kernels=True)
 
 
 def test_the_shortest_kernel_comes_first_where_a_collective_stands_behind_it():
-    """Behind `b` the collective would begin 50us later, behind `c` 5us."""
+    """After `b` the collective would begin 50us later, after `c` only 5us."""
     check_pass(
         fill_collectives,
         before="""
@@ -102,7 +102,7 @@ def test_the_shortest_kernel_comes_first_where_a_collective_stands_behind_it():
 
 
 def test_what_is_kept_runs_when_memory_runs_out():
-    """`c` frees 8 bytes; kept for the wait, it would not let `r` fit. `d` is kept."""
+    """`c` frees 8 bytes, without which `r` does not fit, so `c` cannot be saved for the wait; `d` can."""
     schedule = parse("""
         g = input freeable : 8B; a = kernel(x) : 0B 9us; c = kernel(g) : 0B 20us; d = kernel(x) : 0B 20us
         b = kernel(a) : 8B 9us; r = reduce_scatter(b) @tp : 8B 50us; s = wait(r); y = kernel(s) : 0B 9us

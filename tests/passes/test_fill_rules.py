@@ -1,4 +1,4 @@
-"""What each rule of `fill_collectives` is there for, as the order that comes out: without it another one does."""
+"""For each rule of `fill_collectives`, a schedule whose resulting order would differ without that rule."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.graphs import check_order
 SOME, ROOMY, TIGHT = Context(), Context(peak_increase=100.0), Context(peak_increase=0.0)
 LATE = Context(peak_increase=100.0, overlap_margin=1.5)
 BEHIND = Context(peak_increase=100.0, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
-# Context, schedule, and the order that comes out.
+# Rule -> (context, schedule, resulting order).
 ORDERS: dict[str, tuple[Context, str, str]] = {
     "a wait for what is done costs nothing and comes at once": (
         BEHIND,

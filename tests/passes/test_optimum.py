@@ -1,4 +1,4 @@
-"""The default order of small random steps against the best of all orders, which a constraint solver finds."""
+"""The default passes' order of small random steps compared with the optimum, which a constraint solver finds."""
 
 import random
 
@@ -13,13 +13,13 @@ from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
 from tests.estimators.simulator.exact import optimum
 
-# The solver knows neither a memory limit nor buckets.
+# The solver's model has neither a memory limit nor buckets.
 CTX = Context(reorder_collectives=True, peak_increase=100.0, cache_dir=Config().cache_dir)
 PASSES = ("plan_overlap", "raise_under_memory", "sink_under_memory", "sink_waits", "refine")
 
 
 def small_step(seed: int) -> Schedule:
-    """Four to seven kernels and two to four collectives of 1 to 20us on two queues, in some legal order."""
+    """Return a step of kernels and collectives of 1 to 20us on two queues, in some valid order."""
     rng = random.Random(seed)
     lines, values = [], ["x"]
     for kind in rng.sample(["kernel"] * rng.randint(4, 7) + ["collective"] * rng.randint(2, 4), k=6):

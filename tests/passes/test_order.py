@@ -31,7 +31,7 @@ def test_what_a_node_needs_comes_along_and_what_needs_it():
     assert moved("ag", -2) == ["c", "ag", "k", "w", "v", "y", "u"]
     assert moved("w", -3) == ["c", "ag", "w", "k", "v", "y", "u"]
     assert moved("k", 3) == ["c", "ag", "w", "k", "v", "y", "u"]
-    assert moved("c", 4) is None  # all that stands there needs it
+    assert moved("c", 4) is None  # the nodes after it need it
 
 
 def test_no_move_leads_past_an_end_or_takes_along_too_many_or_what_takes_nobody_knows_how_long():

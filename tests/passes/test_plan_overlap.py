@@ -66,7 +66,7 @@ def test_the_margin_says_how_far_ahead_a_gather_starts(margin, behind):
 
 
 def test_gathers_make_room_for_those_that_are_needed_after_them():
-    """Each alone could start one kernel ahead; the queue takes them one after the other."""
+    """Each alone could start one kernel earlier, but the queue runs them one after the other."""
     moved, _ = planned("""
         a = kernel(x) : 0B 100us; b = kernel(a) : 0B 100us
         g = all_gather(p) @dp : 8B 90us; u = wait(g); y = kernel(b, u) : 0B 1us
@@ -110,7 +110,7 @@ def test_memory_holds_a_gather_back_until_there_is_room():
     moved, reasons = planned(text, replace(early, budget_bytes=100))
     assert order_of(moved)[:4] == ["a", "b", "c", "ag"]
     assert simulate(moved).exposed_ns == 30e3
-    assert reasons["ag"] == "start of schedule"  # late already when there was room
+    assert reasons["ag"] == "start of schedule"  # it is already late when there is room
 
 
 def test_a_gather_goes_ahead_of_what_would_still_be_running_when_it_has_to_start():
@@ -129,7 +129,7 @@ def test_a_barrier_stops_a_gather():
 
 
 def test_an_all_reduce_starts_when_the_reduce_scatter_before_it_is_done():
-    """Neither holds up compute, and the second does not wait for the end."""
+    """Neither delays compute, and the all-reduce does not wait until the end of the step."""
     moved, _ = planned("""
         g = kernel(x) : 8B 50us; rs = reduce_scatter(g) @dp : 4B 60us; s = wait(rs)
         ar = all_reduce(s) @replicate : 4B 40us; t = wait(ar)
@@ -152,7 +152,7 @@ def test_gathers_of_the_next_layer_go_ahead_of_this_layers_reduction():
         moved, _ = planned(text, ctx)
         starts = [node.name for node in moved.starts()]
         assert all(starts.index(f"g{at + 1}") < starts.index(f"r{at}") for at in range(layers - 1))
-        # The first gather and the last reduction have nothing beside them.
+        # No compute can overlap the first gather and the last reduction.
         assert simulate(moved).exposed_ns <= 20e3 + 50e3
 
 

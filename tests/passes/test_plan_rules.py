@@ -1,4 +1,4 @@
-"""What each rule of `plan_overlap` is there for, as the order that comes out: without it another one does."""
+"""For each rule of `plan_overlap`, a schedule whose resulting order would differ without that rule."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The order of collectives on their queue while starts pass each other, and durations where there is no compute."""
+"""`Queues`: the order of collectives on a queue when starts are swapped, and delays behind running kernels."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ FOUR = "; ".join(f"c{at} = all_gather(p) @dp : 0B 9us" for at in range(4))
 
 
 def queue(queues: Queues) -> list[int]:
-    """Collectives in order; both directions agree."""
+    """Return the collectives in order, and assert that `next` and `previous` agree."""
     (first,) = {0, 1, 2, 3} - set(queues.previous)
     order = [first]
     while order[-1] in queues.next:
@@ -34,7 +34,7 @@ def test_a_collective_goes_ahead_of_the_one_before_it(first, after):
 
 
 def test_collectives_begin_behind_the_kernel_that_runs():
-    """On average over time: nine tenths of it are the long kernel's."""
+    """The expected delay is an average over time, nine tenths of which the long kernel takes."""
     held = DeviceProfile("held", collectives_wait_for_kernels=True)
     for text, delay_ns in ((FOUR, 0.0), (FOUR + "; a = kernel(x) : 0B 1us; b = kernel(x) : 0B 9us", 8200.0)):
         schedule = parse(text)

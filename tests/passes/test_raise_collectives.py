@@ -67,7 +67,7 @@ def test_views_that_no_collective_needs_stay():
 
 
 def test_what_simulates_slower_is_undone():
-    """Overlapped, the gather takes 20 ns in which the kernel gets 7 ns done: 113 ns and not 110."""
+    """Overlapped, the gather takes 20 ns, in which the kernel does 7 ns of its work: 113 ns in total instead of 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "h = kernel(x) : 1B 100ns; a = all_gather(p) @dp : 1B 10ns; w = wait(a); y = kernel(h, w) : 1B"
     check_pass(

@@ -133,7 +133,7 @@ def test_no_use_in_starting_while_the_queue_is_busy():
 
 
 def test_an_early_gather_makes_room_for_the_next():
-    """Alone, ag0 would begin under `b`; ag1 behind it then had no room left to hide in."""
+    """If only ag0 were considered, it would begin under `b`, and no compute would be left to hide ag1."""
     moved, report = raise_under_memory(
         parse("""
             a = kernel(x) : 0B 50us; b = kernel(a) : 0B 50us; ag0 = all_gather(p) @dp : 0B 50us; w0 = wait(ag0)
@@ -155,7 +155,7 @@ def test_unknown_communication_stops_a_start():
 
 
 def test_communication_that_is_vouched_for_is_like_compute():
-    """A collective that contains its own wait stands still for itself; gathers of other groups pass it."""
+    """A blocking collective marked safe does not move itself, but gathers of other groups pass it."""
     check_pass(
         raise_under_memory,
         before="c = comm:swap(x) @tp safe=yes : 0B 9us; ag = all_gather(p) @dp : 0B 9us; w = wait(ag)",
@@ -179,7 +179,7 @@ def test_a_weak_edge_stops_a_start():
 
 
 def test_work_that_covers_another_collective_is_not_taken_away():
-    """ag needs the cast c, which is all that covers t: raising both over t would expose it."""
+    """ag needs the cast c, which is the only node that hides t: raising both before t would expose t."""
     report = check_pass(
         raise_under_memory,
         before="""
@@ -244,7 +244,7 @@ def test_a_gather_does_not_pass_what_it_depends_on():
 
 
 def test_a_start_that_takes_work_along_does_not_pass_another():
-    """What passing would be worth is reckoned without the work."""
+    """Because the gain of passing is computed without that work."""
     text = """
         k = kernel(x) : 0B 100us; r = reduce_scatter(k) @dp : 0B 5us; c = kernel(p) : 0B 20us
         g = all_gather(c) @dp : 0B 100us; w = wait(g); y = kernel(w, k) : 0B 90us; s = wait(r)
@@ -252,7 +252,7 @@ def test_a_start_that_takes_work_along_does_not_pass_another():
     check_pass(raise_under_memory, text, text, {"g": "would expose r"}, Context(reorder_collectives=True))
 
 
-# What each rule is there for, as the order that comes out: without it another one does.
+# Rule -> (schedule, resulting order). Without the rule the order would differ.
 ORDERS = {
     "a start that passed another stands behind the one before that": (
         """

@@ -56,7 +56,7 @@ def test_nothing_of_unknown_length_moves():
     assert refine(unknown, Context())[0] is unknown
 
 
-# The scatter has time; the gather behind it on the queue does not.
+# The scatter is not urgent; the gather after it on the queue is.
 QUEUE = """
     k = kernel(x) : 0B 9us; rs = reduce_scatter(g) @dp : 0B 9us; ag = all_gather(p) @dp : 0B 9us; w = wait(ag)
     y = kernel(k, w) : 0B 9us; z = kernel(y) : 0B 9us; s = wait(rs)
@@ -72,7 +72,7 @@ def test_a_start_passes_another_of_its_group_only_where_that_is_allowed():
 
 
 def test_memory_is_a_limit():
-    """Under the scatter `b` keeps its 8 bytes beside those of `a`; `c` takes none."""
+    """Overlapping the scatter, the 8 bytes of `b` are alive in addition to those of `a`; `c` needs no memory."""
     schedule = parse("""
         a = kernel(x) : 8B 9us; rs = reduce_scatter(a) @dp : 0B 9us; s = wait(rs); y = kernel(s) : 0B 9us
         b = kernel(x) : 8B 9us; z = kernel(b) : 0B 9us; c = kernel(x) : 0B 5us
@@ -90,7 +90,7 @@ def test_nothing_to_gain_is_nothing_to_do():
 
 
 def test_late_collectives_count_too():
-    """As estimated the collective is hidden; if it takes half as long again, `b` should be beside it as well."""
+    """As estimated, the collective is hidden; in case it takes 1.5 times as long, `b` should overlap it, too."""
     schedule = parse("""
         a = kernel(x) : 0B 9us; rs = reduce_scatter(a) @dp : 0B 9us; c = kernel(x) : 0B 9us; s = wait(rs)
         y = kernel(s) : 0B 9us; b = kernel(x) : 0B 9us
@@ -102,7 +102,7 @@ def test_late_collectives_count_too():
 
 
 def test_what_helps_late_collectives_only_may_not_make_the_step_longer():
-    """Beside the collective `b` takes three times as long: 18us more, of 60us less should it be late."""
+    """Overlapping the collective, `b` takes three times as long (18us more), which pays only if it is late."""
     schedule = parse("""
         a = kernel(x) : 0B 9us; rs = reduce_scatter(a) @dp : 0B 90us; c = kernel(x) : 0B 90us; s = wait(rs)
         y = kernel(s) : 0B 9us; b = kernel(x) : 0B 9us
@@ -121,7 +121,7 @@ def test_without_collectives_there_is_nothing_to_do():
         assert report.moves == report.reasons == {}
 
 
-# The first gather leaves the device idle for most of the time, so `m` takes half of what it takes at full load.
+# The first gather leaves the device idle most of the time, so at the higher clock `m` takes half its time at full load.
 MOSTLY_IDLE = """
     ag = all_gather(p) @tp : 0B 900us; v = wait(ag); g = kernel(v) : 0B 9us; rs = reduce_scatter(g) @dp : 0B 90us
     m = extern:mm(v) flops=100 in=bfloat16 : 0B 100us; s = wait(rs); y = kernel(s) : 0B 9us; k = kernel(v) : 0B 60us
@@ -148,7 +148,7 @@ LAYERS = "h0 = kernel(x) : 0B 9us\n" + "\n".join(
 
 
 def test_what_helps_one_layer_is_tried_on_all():
-    """Far fewer replays than nodes times distances: each gather moves before the layer in front of its own."""
+    """Each gather moves before the previous layer, in far fewer replays than nodes times distances."""
     schedule = parse(LAYERS)
     moved, _ = refine(schedule, Context(effort=600))
     assert simulate(moved).exposed_ns <= 0.1 * simulate(schedule).exposed_ns

@@ -1,4 +1,4 @@
-"""Plans within a memory budget: more of it, or more effort, never leads to a longer step."""
+"""Planning within a memory budget: a larger budget or more search effort never gives a longer step."""
 
 import math
 import random
@@ -21,7 +21,7 @@ CTX = Context(reorder_collectives=True, overlap_margin=1.5, effort=100)
 
 
 def small_step(seed: int) -> Schedule:
-    """Four layers of a gather, two kernels and a reduction, of random sizes and times."""
+    """Return a step of four layers, each with a gather, two kernels and a reduction of random sizes and times."""
     rng = random.Random(seed)
     lines, last = [], "x"
 
@@ -40,7 +40,7 @@ def small_step(seed: int) -> Schedule:
 
 
 @settings(max_examples=3, deadline=None)
-@example(1)  # planned for just its budget, each of these is longer with a larger one, or than without any
+@example(1)  # if planned only for its own budget, each of these is longer with a larger budget or than without one
 @example(4)
 @example(7)
 @example(22)
@@ -60,7 +60,7 @@ def test_no_step_is_longer_with_a_larger_budget(seed):
 
 
 @settings(max_examples=3, deadline=None)
-@example(10, 2.5)  # once a search has hidden what memory kept exposed, larger limits may still lead to a shorter step
+@example(10, 2.5)  # the search hides what memory kept exposed, and larger limits may still give a shorter step
 @example(22, 1.15)
 @given(st.integers(0, 10**6), st.sampled_from((1.05, 1.15, 1.2, 1.25, 2.5)))
 def test_no_step_is_longer_with_more_effort(seed, share):
@@ -71,7 +71,7 @@ def test_no_step_is_longer_with_more_effort(seed, share):
 
 
 def test_what_does_not_fit_as_it_is_laid_out_is_not_taken():
-    """A peak that counts more than live bytes (here 4B more in every plan with room) is the one that is compared."""
+    """If the memory layout needs more than the live bytes (here 4 B more in plans with room), that peak is compared."""
 
     def peak_of(schedule: Schedule) -> int:
         live = analyze(schedule).peak_bytes

@@ -1,4 +1,4 @@
-"""Which kernels the pass puts into one launch, and which it leaves alone."""
+"""Which kernels `share_launches` merges into one launch, and which it does not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ CASTS = """
 
 
 def coded(text: str, kinds: str = "") -> Schedule:
-    """`text` with a payload on every kernel: its name, and its kind, which is one of `kinds` (`c:1 d:2`) or "cast"."""
+    """Return the schedule `text` in which each kernel has the payload (kind, name).
+
+    kinds: kinds of kernels by name (`c:1 d:2`); the kind of all other kernels is "cast".
+    """
     kind_of = dict(each.split(":") for each in kinds.split())
     schedule = parse(text)
     return replace(
@@ -69,7 +72,7 @@ def test_work_adds_up_and_is_estimated_anew() -> None:
     launch = shared(schedule, estimate=lambda node: Estimate(node.work.read_bytes * 100.0, "asked")).node("c+2")
     assert launch.work == Work(read_bytes=16, write_bytes=8)
     assert launch.estimate == Estimate(1600.0, "asked")
-    # Nobody knows a launch that would take longer than its parts one after the other.
+    # The estimate is capped: a launch takes no longer than its parts one after the other.
     assert shared(schedule, estimate=lambda node: Estimate(1e6, "asked")).node("c+2").estimate == Estimate(5e3, "given")
 
 
@@ -125,7 +128,7 @@ def test_the_number_of_launches_can_be_limited() -> None:
 
 
 def test_a_launch_that_needs_too_much_memory_is_not_made() -> None:
-    # Each cast's input dies with it: one after the other they take no more than one of them more.
+    # Each cast frees its input: run one after the other, only one result is alive in addition to the inputs.
     text = """
         p = extern:make(x) : 400B 1us; q = extern:make(x) : 400B 1us; c = kernel(p) : 200B 1us; d = kernel(q) : 200B 1us
         a = all_gather(c, d) @dp(2) : 0B 30us; u = wait(a)

@@ -53,7 +53,7 @@ def test_the_end_of_the_schedule_stops_a_wait():
 
 
 def test_memory_stops_a_wait():
-    """In flight, the reduction keeps what it reads: 8 B beside those of `b`."""
+    """A reduction in flight keeps its input alive: 8 B in addition to those of `b`."""
     text = """
         g = kernel() : 8B; rs = reduce_scatter(g) @dp : 2B 90us; {} a = kernel(x) : 1B 50us; {} b = kernel(a) : 9B 50us
     """
@@ -90,7 +90,7 @@ def test_no_use_in_waiting_later_where_the_queue_is_what_takes_the_time():
 
 
 def test_a_wait_does_not_pass_that_of_the_next_on_its_queue():
-    """Once r1 is there so is r0: behind s1, its wait would cost what it costs in front of it."""
+    """r0 ends before r1, so after s1, which waits for r1, the wait for r0 would gain nothing."""
     text = """
         r0 = reduce_scatter(g) @dp : 0B 100us; r1 = reduce_scatter(h) @dp : 0B 5us
         s0 = wait(r0); o = kernel(s0) : 0B 20us; s1 = wait(r1); y = kernel(s1) : 0B 50us; return o
@@ -119,7 +119,7 @@ def test_costly_work_on_the_result_does_not_move():
 
 
 def test_work_that_covers_another_collective_is_not_taken_away():
-    """`o` needs the result of rs and is all that covers t: waiting for both behind t would expose it."""
+    """`o` needs the result of rs and is the only node that hides t: moving the wait and `o` after u would expose t."""
     text = """
         rs = reduce_scatter(g) @dp : 0B 100us; t = all_gather(q) @tp : 0B 20us; w = wait(rs); o = kernel(w) : 0B 20us
         u = wait(t); return o, u
@@ -137,7 +137,7 @@ def test_a_collective_without_an_estimate_is_waited_for_as_late_as_may_be():
 
 
 def test_what_does_not_pay_is_undone():
-    """Overlapped, the gather takes 20 ns in which the kernel gets 7 ns done: 113 ns and not 110."""
+    """Overlapped, the gather takes 20 ns, in which the kernel does 7 ns of its work: 113 ns in total instead of 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "a = all_gather(p) @dp : 1B 10ns; w = wait(a); h = kernel(x) : 1B 100ns; y = kernel(h, w) : 1B"
     check_pass(
@@ -146,7 +146,7 @@ def test_what_does_not_pay_is_undone():
 
 
 def test_a_late_reduction_leaves_room_for_the_one_before_it():
-    """Alone, s1 would be hidden before `c`; s0 has to be waited for before it then, and is exposed."""
+    """If only s1 were considered, it would move just before `c`; s0 would then have to come earlier and be exposed."""
     moved, report = sink_under_memory(
         parse("""
             r0 = reduce_scatter(g) @dp : 0B 50us; r1 = reduce_scatter(h) @dp : 0B 50us; s0 = wait(r0); s1 = wait(r1)
@@ -172,7 +172,7 @@ def test_a_bucket_is_exposed_at_its_first_wait():
 
 
 def in_flight(count: int) -> st.SearchStrategy[str]:
-    """Kernels, starts on two queues and their waits, in the order of their starts, as text."""
+    """Draw the text of a schedule: kernels, starts on two queues, and their waits in the order of the starts."""
 
     def text(times: list[tuple[int, int, int, str]]) -> str:
         lines, waits = ["k = kernel(x)"], []

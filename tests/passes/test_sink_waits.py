@@ -42,7 +42,7 @@ def test_a_wait_that_only_the_caller_needs_sinks_to_the_end():
 
 
 def test_cheap_work_on_the_result_sinks_with_an_exposed_wait():
-    """The scaling of a scattered gradient does not hold its wait up; a matmul's worth of work does."""
+    """Scaling a scattered gradient does not stop its wait; work as long as a matrix product does."""
     text = "rs = reduce_scatter(g) @dp : 1B 100ns; w = wait(rs); {scale}; h = kernel(x) : 0B 90ns; return s"
     check_pass(
         sink_waits,
@@ -90,7 +90,7 @@ def test_a_hidden_wait_takes_no_more_than_the_usual_peak():
         {"w0": "peak memory"},
         Context(peak_increase=5),
     )
-    check_pass(  # the same with room below the incoming peak
+    check_pass(  # with room below the peak of the given schedule
         sink_waits,
         "x = input : 1B; big = kernel() : 90B;" + text.format(wait, "", ""),
         "x = input : 1B; big = kernel() : 90B;" + text.format("", "", wait),
@@ -111,14 +111,14 @@ def test_unknown_communication_stops_a_wait():
 
 
 def test_what_does_not_pay_is_undone():
-    """Overlapped, the gather takes 20 ns in which the kernel gets 7 ns done: 113 ns and not 110."""
+    """Overlapped, the gather takes 20 ns, in which the kernel does 7 ns of its work: 113 ns in total instead of 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "a = all_gather(p) @dp : 1B 10ns; w = wait(a); h = kernel(x) : 1B 100ns; y = kernel(h, w) : 1B"
     check_pass(sink_waits, text, text, {"w": "undone: the simulated step became longer"}, Context(profile=profile))
 
 
 def test_all_waits_of_a_bucket_go_where_its_memory_is_needed():
-    """One alone would free nothing: the bucket holds what it reads until its last wait."""
+    """One wait alone would free nothing, because the bucket keeps its inputs alive until its last wait."""
     check_pass(
         sink_waits,
         before="""
@@ -134,7 +134,7 @@ def test_all_waits_of_a_bucket_go_where_its_memory_is_needed():
     )
 
 
-# What each rule is there for, as the order that comes out (and the increase of the peak that is allowed).
+# Rule -> (schedule, resulting order, allowed increase of the peak). Without the rule the order would differ.
 ORDERS = {
     "kernels that sank along give way when memory runs out": (
         "g = reduce_scatter(p) @dp : 1B 200ns; w = wait(g); s = kernel(w) : 1B 20ns; k = kernel(x) : 1B 50ns",

@@ -1,4 +1,4 @@
-"""What each rule of `walk.py` is there for, as the order that comes out: without it another one does."""
+"""For each rule of `walk.py`, a schedule whose resulting order would differ without that rule."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from overlapc.passes.sink_under_memory import sink_under_memory
 from tests.graphs import check_order
 from tests.passes.contexts import BEHIND, FREE, KEPT, LATE, TIGHT
 
-# Context, schedule, its order with starts raised, and with waits sunk.
+# Rule -> (context, schedule, order after raise_under_memory, order after sink_under_memory).
 ORDERS: dict[str, tuple[Context, str, str, str]] = {
     "a start cannot begin before what it needs, unless that is cheap": (
         FREE,

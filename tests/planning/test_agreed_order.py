@@ -1,4 +1,5 @@
-"""What a graph compiled again for other sizes launches, beside ranks that still run the graph for the earlier sizes."""
+"""A graph that one rank recompiles for other sizes launches collectives in an order that is compatible with ranks that
+still run the earlier graph."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STEP = """
 
 
 def planned(schedule: Schedule, order: str) -> Agreed:
-    """`schedule` with its launches in an order, as ranks agreed on it."""
+    """Return the agreement of ranks on `schedule` in the given order (names)."""
     moved = schedule.replace_order(order.split(), reorder_collectives=True)
     return agreed_on(schedule, run_pipeline(moved, Context(passes=())), ())
 
@@ -59,7 +60,7 @@ def test_collectives_are_matched_by_their_place_in_the_group_as_others_may_have_
 
 
 def test_one_order_over_all_groups_that_do_not_change():
-    """Else ranks of a mesh of several axes could wait for each other in a circle."""
+    """Otherwise ranks of a mesh with several axes could deadlock, each waiting for another."""
     text = STEP.replace("b = all_gather(%q) @dp(2) ranks=0,2", "b = all_gather(%q) @rep(2) ranks=0,4")
     earlier = planned(parse(text.format(32)), "b w a v y c z u")
     other_sizes = parse(text.format(20))

@@ -1,4 +1,4 @@
-"""Which ranks share a host, as the two kinds of groups that a group of several hosts is divided into."""
+"""How a process group that spans several hosts is divided into groups within a host and groups across hosts."""
 
 from dataclasses import replace
 

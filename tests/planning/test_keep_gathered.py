@@ -1,4 +1,4 @@
-"""Parameters stay gathered for backward as far as the memory budget has room, those first that cost most."""
+"""Parameters stay gathered for backward as far as the memory budget has room, most expensive gathers per byte first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = [f"a{at}" for at in range(LAYERS)]
 
 
 def step_within(budget: str | None) -> Step:
-    """Layers that compute for 10 us on what takes 40 us to gather; the gather of layer 2 is slow and takes 80."""
+    """Return a step whose layers compute for 10 us and gather for 40 us; the gather of layer 2 takes 80 us."""
     inputs = [f"p{at} = input : 1MiB" for at in range(LAYERS)]
     forward = ["schedule forward_0", *inputs, "x = input : 1MiB"]
     backward = ["schedule backward_0", *inputs, "d = input : 1MiB"]

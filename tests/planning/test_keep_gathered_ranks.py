@@ -1,4 +1,4 @@
-"""With a memory budget that has room, ranks keep parameters gathered for backward: the same ones, and the same bits."""
+"""With room in the memory budget, all ranks keep the same parameters gathered for backward, and results are equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = {"native": False, "profile": "cpu-gloo", "passes": "raise_collectives,si
 
 
 def one_step(mesh: DeviceMesh, cache: str, ac: str = "", tied: bool = False, **options: Any) -> dict[str, Any]:
-    """Loss, gradients and what was compiled for one step of a sharded model on this rank."""
+    """Run one step of a sharded model; return this rank's loss, gradients, and what was compiled."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -74,7 +74,7 @@ def cases(cache: str) -> dict[str, Any]:
 
 
 def by_copies(cache: str, device: str = "cpu") -> dict[str, Any]:
-    """The same with collectives by copies, without a budget and with one."""
+    """Run the step with collectives by copies, without and with a memory budget."""
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
     options = {"transport": "copy", "check_lifecycle": False}
     return {
@@ -104,7 +104,7 @@ def test_ranks_keep_the_same_parameters_and_compute_the_same(tmp_path: Path) -> 
 
 
 def check_kept(without: dict[str, Any], budget: dict[str, Any]) -> None:
-    """What is kept with a budget, on one rank, and that it changes nothing but that."""
+    """Assert on one rank that parameters stay gathered only with a budget, with equal results and a shorter step."""
     assert without["kept"] == 0 < without["gathered again"]
     assert budget["gathered again"] == 0 < budget["kept"]
     assert budget["loss"] == without["loss"]
@@ -113,13 +113,13 @@ def check_kept(without: dict[str, Any], budget: dict[str, Any]) -> None:
 
 
 def check_copies(seen: dict[str, Any]) -> None:
-    """seen: `by_copies` on one rank."""
+    """Assert the results of `by_copies` on one rank."""
     check_kept(seen["copies without"], seen["copies budget"])
     assert seen["copies without"]["via"] == seen["copies budget"]["via"] == {"copy"}
 
 
 def rows_of_rank(seed: int, rows: int) -> list[Tensor]:
-    """Tokens and targets of this rank, in a number of rows that the first graph takes as symbolic."""
+    """Return this rank's tokens and targets, with the number of rows marked dynamic."""
     generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
     tokens, targets = (torch.randint(24, (rows, 5), generator=generator) for _ in range(2))
     torch._dynamo.mark_dynamic(tokens, 0)
@@ -128,7 +128,7 @@ def rows_of_rank(seed: int, rows: int) -> list[Tensor]:
 
 
 def many_forwards_before_a_backward(sharded: Tiny, step: Any) -> list[Tensor]:
-    """Three forwards of three sizes, an evaluation, then their backwards in another order."""
+    """Run three forwards of different sizes and an evaluation, then the backwards in another order."""
     losses = [step(*rows_of_rank(rows, rows)) for rows in (4, 3, 6)]
     with torch.no_grad():
         evaluated = step(*rows_of_rank(0, 4))
@@ -140,7 +140,7 @@ def many_forwards_before_a_backward(sharded: Tiny, step: Any) -> list[Tensor]:
 
 
 def an_optimizer_in_backward(sharded: Tiny, step: Any) -> list[Tensor]:
-    """Every parameter changes as soon as it has its gradient."""
+    """Update every parameter as soon as its gradient is complete."""
 
     def update(param: Tensor) -> None:
         with torch.no_grad():
@@ -159,7 +159,7 @@ WAYS = (many_forwards_before_a_backward, an_optimizer_in_backward)
 
 
 def ways(cache: str) -> list[dict[str, Any]]:
-    """What a step gives when it is used in several ways, without and with parameters that stay gathered."""
+    """Return the results of every way to use a step, without and with parameters that stay gathered."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     seen = []
@@ -185,7 +185,7 @@ def test_every_way_to_use_a_step_gives_the_same(tmp_path: Path) -> None:
 
 
 def smaller_batch(cache: str) -> tuple[list[float], list[int], int]:
-    """Three steps; the second is of another size on this rank alone."""
+    """Run two steps; in the second, the batch of one rank has another size."""
     torch.set_num_threads(1)
     torch._dynamo.utils.counters.clear()
     sharded = model()

@@ -1,4 +1,4 @@
-"""A batch of another size on one rank: this rank compiles again by itself, and the others never notice."""
+"""A batch of another size on one rank: only that rank recompiles, and the other ranks continue undisturbed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from overlapc.report import record
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
 
-# Rows by rank, step by step: one rank alone, the other alone, and a batch of 1, which torch traces by itself.
+# Rows per rank in each step: then only rank 1's batch changes, then only rank 0's, then a batch of 1, which torch
+# specializes.
 ROWS = [(8, 8), (8, 5), (3, 8), (8, 1)]
 
 
@@ -38,7 +39,7 @@ def batches() -> list[list[Tensor]]:
 
 
 def losses_of_one_process(steps: list[list[Tensor]] | None = None, blocks: int = 2) -> list[float]:
-    """Of the same steps: the mean over ranks of the losses of their batches."""
+    """Train in one process and return, for each step, the mean loss over the ranks' batches."""
     plain = model(blocks)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     found = []
@@ -52,7 +53,7 @@ def losses_of_one_process(steps: list[list[Tensor]] | None = None, blocks: int =
 
 
 def starts(cache: str, transport: str = "auto", device: str = "cpu") -> list[dict[str, Any]]:
-    """Training in a process that starts cold, and the first two steps of one that finds all of its graphs on disk."""
+    """Train with empty caches, then run the first two steps again as a process that finds all graphs on disk."""
     cold = train(cache, len(ROWS), device, transport=transport)
     torch._dynamo.reset()
     peers_of().agreed.clear()
@@ -77,7 +78,7 @@ def train(cache: str, steps: int, device: str = "cpu", **more: Any) -> dict[str,
 
 
 def steps_of(sharded: nn.Module, batches: list[list[Tensor]], options: dict[str, Any]) -> tuple[list[float], list[int]]:
-    """The mean loss of each step, and how many graphs this rank had compiled by itself after it."""
+    """Return each step's mean loss over ranks, and the number of graphs that this rank had compiled alone by then."""
     step = torch.compile(sharded, backend="overlapc", options=options)
     parameters = list(sharded.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -112,18 +113,18 @@ def test_a_rank_with_a_batch_of_another_size_goes_by_the_layout_of_copies_that_r
 
 
 def check_layouts(outcomes: list[list[dict[str, Any]]]) -> None:
-    """outcomes: of `starts`, by copies."""
+    """Assert the outcomes of `starts` with collectives by copies."""
     (first, first_warm), (second, second_warm) = outcomes
     assert first["losses"] == second["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5)
     assert (first["alone"], second["alone"]) == ([0, 0, 2, 2], [0, 2, 2, 4])
     for cold, warm in ((first, first_warm), (second, second_warm)):
         assert warm["losses"] == cold["losses"][:2]
-        assert (warm["compiled"], warm["alone"]) == (0, [0, 0])  # cached graphs of both batches are used as they are
+        assert (warm["compiled"], warm["alone"]) == (0, [0, 0])  # the cached graphs of both batches are used
         assert cold["copied"] > 0
         assert warm["copied"] > 0
 
 
-# Rows of four ranks in two groups, of which each holds the whole model.
+# Rows of four ranks in two replica groups, each of which holds the whole model.
 ROWS_OF_FOUR = [(8, 8, 8, 8), (8, 8, 8, 5), (8, 3, 8, 8)]
 
 
@@ -133,7 +134,7 @@ def batches_of_four() -> list[list[Tensor]]:
 
 
 def with_replicas() -> tuple[list[float], list[int]]:
-    """Parameters lie sharded over two ranks, twice (HSDP)."""
+    """Train with HSDP: parameters are sharded over two ranks and replicated twice."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded = overlapc.fully_shard(model(), mesh=mesh)
@@ -148,7 +149,7 @@ def test_a_batch_of_another_size_on_one_rank_of_replicas() -> None:
     assert [alone for _, alone in ranks] == [[0, 0, 0], [0, 0, 2], [0, 0, 0], [0, 2, 2]]
 
 
-# Rows of two groups of tensor-parallel ranks, step by step: the ranks of a group have the same batch.
+# Rows of two tensor-parallel groups in each step; the ranks of a group have the same batch.
 ROWS_OF_GROUPS = [(8, 8), (8, 5), (3, 8)]
 
 
@@ -160,7 +161,8 @@ def communicates_on_two_axes(x: Tensor, shards: list[Tensor], data: DeviceMesh, 
 
 
 def small_groups() -> tuple[list[float], list[int], int]:
-    """How far results are from eager's, step by step; graphs compiled in an agreed order; collectives by copies."""
+    """Return each step's error against eager, each step's number of graphs compiled in an agreed order, and the number
+    of collectives by copies."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shards = [torch.randn(8, 16, generator=torch.Generator().manual_seed(at)) for at in range(2)]
@@ -179,7 +181,7 @@ def test_ranks_whose_collectives_change_meet_and_the_others_go_on() -> None:
     ranks = values_on_ranks(small_groups, 4, timeout_s=240)
     assert all(max(errors) < 1e-5 for errors, _, _ in ranks)
     assert [alone for _, alone, _ in ranks] == [[0, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1]]
-    # Of the first graph all collectives go by copies, of the second only gathers: their sizes are those agreed on.
+    # All collectives of the first graph are copies; in the second graph only the gathers, whose sizes are unchanged.
     assert [copied for _, _, copied in ranks] == [6 + 2] * 4
 
 
@@ -189,7 +191,7 @@ def batches_of_groups() -> list[list[Tensor]]:
 
 
 def with_tensor_parallelism() -> dict[str, tuple[list[float], list[int], int]]:
-    """By transport: losses, graphs compiled in an agreed order, and collectives by copies."""
+    """Return, by transport, the losses, numbers of graphs compiled in an agreed order, and collectives by copies."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     batches = [[step[group] for group in (0, 0, 1, 1)] for step in batches_of_groups()]
@@ -207,7 +209,8 @@ def with_tensor_parallelism() -> dict[str, tuple[list[float], list[int], int]]:
 
 @pytest.mark.slow
 def test_a_batch_of_another_size_in_one_group_of_tensor_parallel_ranks() -> None:
-    """These two ranks meet, and take over the order of what they share with the other two, who go on."""
+    """The two ranks of that group compile together and keep the order of the collectives that they share with the other
+    group, which continues with its graph."""
     ranks = values_on_ranks(with_tensor_parallelism, 4, timeout_s=240)
     expected = losses_of_one_process(batches_of_groups(), blocks=1)
     for rank in ranks:
@@ -246,7 +249,7 @@ def test_a_rank_that_needs_other_collectives_is_told_what_to_do() -> None:
 
 
 def depends_on_a_flag(x: Tensor, flag: bool) -> Tensor:
-    """The second reduction is launched first, as what it reduces is ready first, unless it depends on the other."""
+    """Two reductions; the second is launched first, as its input is ready first, unless it depends on the other one."""
     far = x
     for _ in range(20):
         far = torch.mm(far, x).tanh()

@@ -1,4 +1,4 @@
-"""What planning learns about a graph from torch."""
+"""Which inputs of backward the compiled graph may free."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def backward():
 
 def test_a_saved_view_of_a_parameter_is_not_ours_to_free(backward):
     context = TracingContext(None)
-    context.fw_metadata = SimpleNamespace(bw_donated_idxs=[1])  # what AOTAutograd says of this graph
+    context.fw_metadata = SimpleNamespace(bw_donated_idxs=[1])  # the inputs that AOTAutograd lets backward free
     with tracing(context):
         assert _freeable(backward, "backward_0") == {"saved"}
 

@@ -1,1 +1,1 @@
-"""Random programs as a user might write them, judged against eager: `draw` writes one, `judge` says if it is right."""
+"""Random programs like a user's, compared with eager: `draw` generates one, `judge` decides whether it is right."""

@@ -1,4 +1,4 @@
-"""Triton's kernels of random programs judged without a GPU: interpreted, and compiled for sm_90."""
+"""Judge random programs with Triton kernels without a GPU: run them in the interpreter, and compile them for sm_90."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.programs.program import Program
 
 
 class Remembering(OnCpu):
-    """Triton's kernels for CPU tensors, and all of their sources."""
+    """A generator of Triton kernels for CPU tensors that records all sources."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Remembering(OnCpu):
 
 
 def judge_triton(program: Program, device: str = "cpu", compiler: Compile = by_overlapc) -> Verdict:
-    """As `judge` does, our kernels being Triton's; an error, too, where one does not compile for a GPU."""
+    """Judge a program like `judge`, but with Triton kernels; a kernel that does not compile for a GPU is an error."""
     if compiler is not by_overlapc:
         return judge(program, device, compiler)
     generator = Remembering()

@@ -1,7 +1,7 @@
-"""Writes a random program: statement by statement, each tried at once on eager, so that what is written always runs.
+"""Generate a random program statement by statement; each statement is run in eager first, so every program runs.
 
-Each statement is tried with all sizes that the program will be called with, and with other rounding (`noise`): what
-eager itself does not know within a few units in the last place is not written.
+Each statement is tried with all sizes that the program will be called with, and with other rounding (`noise`):
+statements whose results eager itself does not determine within a few units in the last place are rejected.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ DTYPES = {
     "BOOL": 0.8,
 }
 RANDOM = re.compile(r"dropout|rand_like|randn_like|bernoulli")
-# What torch's checkpoint does not take in compiled code, or what a second run would do again.
+# Statements that torch does not support in a compiled checkpoint, or whose side effects recomputation would repeat.
 NOT_RECOMPUTED = ("change", "breaks", "loop", "random_numbers", "conditional")
 LARGEST = 6000  # elements of a tensor
 RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AttributeError, AssertionError)
 
 
 class Author:
-    """Holds what is written so far and every variable's value, for each of the sizes."""
+    """Holds the statements so far, and the value of every variable for each of the sizes."""
 
     def __init__(self, seed: int, dynamic: bool | None = None, short: bool = False) -> None:
         self.random = random.Random(seed)
@@ -55,11 +55,11 @@ class Author:
         self.body: list[str] = []
         self.used: set[str] = set()
         self.count = 0
-        self.scope: list[list[str]] = [[]]  # variables in reach; the last are those of the innermost function
+        self.scope: list[list[str]] = [[]]  # visible variables by function, the innermost last
         self.spaces: list[dict[str, Any]] = []
         self.in_block = 0
 
-    # What statements ask for.
+    # Methods that statements use.
 
     def choice(self, options: Sequence[Any]) -> Any:
         return self.random.choice(options)
@@ -84,7 +84,7 @@ class Author:
         return self.choice((0.5, -0.25, 1.5, 2, 3, -1, 0.1, 1e-3, 7, 0.0))
 
     def tensor(self, dims: int = 0, accept: Any = lambda x: True) -> str:
-        """A variable with so many dimensions at least; often a late one or one that nothing read yet."""
+        """Return a variable with at least `dims` dimensions; prefers recent ones and those that were not read yet."""
         found = [name for name in self.names() if self.value(name).ndim >= dims and accept(self.value(name))]
         if not found:
             raise NotHere
@@ -108,7 +108,7 @@ class Author:
         return self.tensor(0, lambda x: not (x.requires_grad and x.is_leaf))
 
     def fitting(self, like: str, floats: bool = False, ints: bool = False, bools: bool = False) -> str:
-        """A variable that broadcasts into the shape of `like`; at worst `like` itself."""
+        """Return a variable that broadcasts into the shape of `like`, or `like` itself if there is none."""
         shape = self.value(like).shape
 
         def fits(x: Tensor) -> bool:
@@ -172,7 +172,7 @@ class Author:
             self.setup.append(f"x{count} = {form.format(base)}")
 
     def prepare(self) -> bool:
-        """Fresh values of the inputs; False if they cannot be made."""
+        """Compute the inputs anew; return False if that fails."""
         self.spaces = []
         for call, _ in self.worlds():
             space = namespace("cpu")
@@ -190,7 +190,7 @@ class Author:
         try:
             with Noise(1) if noisy else DefinedWrites():
                 exec(text, space)
-            for name in self.names():  # autograd forbids what reads some views whose base has changed
+            for name in self.names():  # raises for views that autograd forbids to read after their base has changed
                 _ = name in space and (space[name].requires_grad, space[name].is_leaf)
         except RUNTIME:
             return False
@@ -202,7 +202,7 @@ class Author:
         )
 
     def acceptable(self, text: str, made: Sequence[str]) -> bool:
-        """Whether values stay within reason and eager knows them well."""
+        """Whether the values are of moderate size and eager determines them precisely enough."""
         touched = [*made, *NAME.findall(text)]
         for name in dict.fromkeys(touched):
             values = [space.get(name) for space in self.spaces]
@@ -237,7 +237,7 @@ class Author:
         assert all(self.run(text) for text in self.body)
 
     def write(self) -> bool:
-        """One statement more; False if what was tried did not run."""
+        """Try to append a statement; return False if it was rejected."""
         kinds = {name: weight for name, (weight, _) in STATEMENTS.items()}
         name = self.weighted(kinds)
         if self.in_block and name in NOT_RECOMPUTED:
@@ -245,7 +245,7 @@ class Author:
         before = self.count
         try:
             text = STATEMENTS[name][1](self)
-        except (NotHere, RuntimeError):  # autograd forbids even to look at some views
+        except (NotHere, RuntimeError):  # autograd forbids even reading attributes of some views
             return False
         made = [x for x in dict.fromkeys(re.findall(r"^\s*(v\d+) =", text, re.MULTILINE)) if int(x[1:]) > before]
         if name == "checkpointed":
@@ -253,7 +253,7 @@ class Author:
         good = self.run(text) and self.acceptable(text if name != "checkpointed" else "", made)
         if not good:
             if not self.in_block:
-                self.replay()  # what it changed in place is as it was
+                self.replay()  # undo its in-place changes
             return False
         self.body.append(text)
         self.used.update(NAME.findall(text.split("=", 1)[-1]))
@@ -261,7 +261,7 @@ class Author:
         return True
 
     def block(self, length: int) -> str:
-        """`def` of a function of a few statements and its checkpointed call."""
+        """Return the definition of a function of a few statements and its checkpointed call."""
         if self.in_block > 1:
             raise NotHere
         parameters = list(dict.fromkeys(self.floating() for _ in range(2)))
@@ -320,7 +320,7 @@ class Author:
 
 
 def backward_runs(program: Program, device: str) -> bool:
-    """Whether autograd takes what is changed in place, for all sizes."""
+    """Whether the program runs forward and backward for all sizes (autograd rejects some in-place changes)."""
     for call in program.calls:
         try:
             Outcome.of(program.load(device), call)
@@ -330,9 +330,10 @@ def backward_runs(program: Program, device: str) -> bool:
 
 
 def draw(seed: int, device: str = "cpu", dynamic: bool | None = None, short: bool = False) -> Program:
-    """The program of this seed; written on a CPU, where an index out of bounds is an exception, for any device.
+    """Return the program of this seed.
 
-    It has 20 to 45 statements, or if `short` 2 to 6: another program.
+    The program is generated on the CPU, where an index out of bounds raises an exception, whatever `device` is. It has
+    20 to 45 statements, or 2 to 6 if `short` (which gives a different program for the same seed).
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -355,7 +356,7 @@ def draw(seed: int, device: str = "cpu", dynamic: bool | None = None, short: boo
 
 
 def less_changed(program: Program) -> Program:
-    """Without the last statement that changes a tensor in place; if there is none, without gradients."""
+    """Return the program without its last in-place statement, or, if there is none, without gradients."""
     for at in reversed(range(len(program.body))):
         text = program.body[at]
         if re.search(r"\w_\(|\] [-+*]?= ", text) and not re.search(r"^\s*v\d+ =", text, re.MULTILINE):

@@ -1,9 +1,9 @@
-"""Whether a compiled program is right: judged against eager, and by how well eager itself knows its results.
+"""Decide whether a compiled program is right: compare it with eager, within the uncertainty of eager's own results.
 
-Every element of every result, changed argument and gradient may differ from eager's by a few times what eager's own
-differs when it rounds otherwise (`noise`); exact values must be equal. What differs by more is looked at again with
-many roundings: an element that jumps then (a comparison of two values that only rounding tells apart) is undecidable,
-any other is wrong.
+Every element of every result, changed argument and gradient may differ from eager's by a few times the difference
+between eager runs that round differently (`noise`); exact values must be equal. Elements that differ by more are
+checked with many more such runs: an element that jumps between them (because it depends on comparing two values that
+differ only by rounding) is undecidable; any other is wrong.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from tests.programs.noise import Noise
 from tests.programs.outcome import Outcome
 from tests.programs.program import Program
 
-ROUNDINGS = ((1, 1), (2, 1), (3, 2))  # (seed, units in the last place) of the runs that say what eager knows
+ROUNDINGS = ((1, 1), (2, 1), (3, 2))  # (seed, units in the last place) of the eager runs that round differently
 MORE_ROUNDINGS = tuple((seed, units) for units in (1, 2, 4, 8) for seed in range(10, 20))
-ALLOWED = 6.0  # times the largest difference between eager's own runs
-UNITS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 6, torch.float64: 8}  # in the last place, always allowed
+ALLOWED = 6.0  # allowed difference, relative to the largest difference between eager's own runs
+UNITS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 6, torch.float64: 8}  # units in the last place, allowed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`kind`: right, undecidable, or what is wrong: error, result, argument, gradient, layout."""
+    """The outcome for a program; `kind` is right, undecidable, or what is wrong: error, result, argument, gradient,
+    layout."""
 
     kind: str
     message: str = ""
@@ -40,7 +41,7 @@ class Verdict:
 
     @property
     def what(self) -> str:
-        """What two failures have in common if they are the same: the kind, and of an error its first line."""
+        """A key that equal failures share: the kind, and for errors the first line with numbers and names replaced."""
         if self.kind != "error":
             return self.kind
         return self.kind + ": " + re.sub(r"\d+|0x[0-9a-f]+|'[^']*'", "#", self.message.split("\n")[0])[:100]
@@ -54,18 +55,18 @@ def by_overlapc(function: Callable[..., Any], program: Program) -> Callable[...,
 
 
 def by_aot_eager(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """Traced by Dynamo and AOTAutograd, then run as it stands: what is wrong here is torch's own."""
+    """Compile with Dynamo and AOTAutograd only: what is wrong with this backend is torch's own bug."""
     return torch.compile(function, backend="aot_eager", dynamic=program.dynamic)
 
 
 def by_inductor(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """Drawing eager's random numbers."""
+    """Compile with Inductor, drawing eager's random numbers."""
     options = {"fallback_random": True}
     return torch.compile(function, backend="inductor", dynamic=program.dynamic, options=options)
 
 
 def judge(program: Program, device: str = "cpu", compiler: Compile = by_overlapc) -> Verdict:
-    """Compiles and runs the program with each of its sizes, forward and backward."""
+    """Compile the program and compare it with eager for each of its sizes, forward and backward."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch._dynamo.reset()
@@ -92,7 +93,7 @@ def first_lines(error: BaseException) -> str:
 
 
 def compared(program: Program, device: str, call: Mapping[str, int], eager: Outcome, ours: Outcome) -> Verdict:
-    """Traits first, then values."""
+    """Compare the outcomes of one call: traits first, then values."""
     for name, wanted in eager.traits.items():
         if ours.traits.get(name) != wanted:
             return Verdict("layout", f"{name}: {ours.traits.get(name)}; eager: {wanted}")
@@ -117,7 +118,7 @@ def compared(program: Program, device: str, call: Mapping[str, int], eager: Outc
 
 
 def noisy(program: Program, device: str, call: Mapping[str, int], seed: int, units: int) -> Outcome:
-    """Eager, rounding in another way."""
+    """Run eager with other rounding."""
     return Outcome.of(program.load(device), call, around=Noise(seed, units))
 
 
@@ -133,7 +134,7 @@ def equal(expected: Any, got: Any) -> bool:
 
 
 def outside(name: str, eager: Outcome, ours: Outcome, known: list[Outcome]) -> Tensor:
-    """Elements that differ by more than eager's own runs do."""
+    """Return a mask of the elements that differ by more than eager's own runs allow."""
     expected, got = eager.values[name], ours.values[name]
     same = (got == expected) | (got.isnan() & expected.isnan())
     a, b = wide(expected), wide(got)
@@ -147,7 +148,8 @@ def outside(name: str, eager: Outcome, ours: Outcome, known: list[Outcome]) -> T
 
 
 def jumps(name: str, eager: Outcome, ours: Outcome, known: list[Outcome]) -> Tensor:
-    """Elements that eager does not know: our value lies among those of its runs, or one of them is as far away."""
+    """Return a mask of the undecidable elements: one of eager's runs has our value, differs from eager about as much, or
+    differs in whether the element is finite."""
     a, b = wide(eager.values[name]), wide(ours.values[name])
     off = (a - b).abs()
     undecided = torch.zeros_like(a, dtype=torch.bool)

@@ -1,9 +1,9 @@
-"""Eager with other rounding: how far results move says how well eager knows them, and where they jump.
+"""Run eager with other rounding: how far results move shows how precisely eager determines them, and where they jump.
 
-Under `Noise` each floating-point result that was rounded moves by a unit in the last place or not, by a hash of its own
-bits: equal values stay equal (a maximum equals the element it came from), and what was exact stays exact (copies,
-integers, zeros), so only what rounding decides can change. What eager itself computes less precisely than its dtype
-allows is put right.
+Under `Noise` each rounded floating-point result is changed by up to a few units in the last place, depending on a hash
+of its bits. Equal values stay equal (a maximum equals the element it came from), and exact values stay exact (copies,
+integers, zeros), so only what depends on rounding can change. Ops that eager computes less precisely than their dtype
+allows are corrected.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
-# What these compute on the way cancels (gelu far below 0 is x times a difference near 0): each step is rounded.
+# Intermediate values of these ops cancel (gelu far below 0 is x times a difference near 0), so each step is rounded.
 _CANCEL = [aten.gelu, aten.gelu_backward, aten.silu_backward, aten.mish_backward]
 _CANCEL += [aten.logaddexp, aten.logaddexp2, aten.upsample_bilinear2d]
-# These kernels have 1/6 as a float32, whatever their argument is.
+# Eager's kernels of these ops use 1/6 in float32, whatever the dtype of their argument.
 _IMPRECISE = [aten.hardsigmoid, aten.hardsigmoid_backward, aten.hardswish, aten.hardswish_backward]
 _IN_STEPS = get_decompositions(_CANCEL + _IMPRECISE)
 _BITS = {
@@ -29,7 +29,7 @@ _BITS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-# Values are moved or chosen, never computed; random numbers are the same in every run.
+# Ops that move or select values without computing new ones; random numbers are the same in every run.
 _MOVES = frozenset(
     """
     amax amin max min maximum minimum fmax fmin sort topk kthvalue median mode cummax cummin clone copy gather
@@ -45,7 +45,7 @@ _MOVES = frozenset(
 
 
 def jolted(x: Tensor, seed: int, units: int) -> Tensor:
-    """`x`, its elements up to `units` units in the last place larger or smaller; zeros and infinities as they are."""
+    """Return `x` with each element changed by up to `units` units in the last place; zeros and infinities unchanged."""
     kind = _BITS.get(x.dtype)
     if kind is None or not x.numel():
         return x
@@ -61,7 +61,7 @@ def jolted(x: Tensor, seed: int, units: int) -> Tensor:
 
 
 class Noise(TorchDispatchMode):
-    """A dispatch mode in which all that rounds rounds a little differently, by `seed`."""
+    """A dispatch mode in which every op that rounds rounds slightly differently, depending on `seed`."""
 
     def __init__(self, seed: int, units: int = 1) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Noise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._efficientzerotensor.default:
-            func = aten.zeros.default  # torch's `mul.Scalar` reads a zero tensor's missing memory under a dispatch mode
+            func = aten.zeros.default  # because under a mode torch's `mul.Scalar` reads the missing memory
         if func is aten.topk.default and self.seed % 2:
             return _topk_of_first(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
@@ -94,7 +94,7 @@ class Noise(TorchDispatchMode):
             return out
         if torch.Tag.pointwise in func.tags or name == "_to_copy":
             out = _mapped(_nearer, func(*args, **kwargs), exact)
-        else:  # sums: each term may have been added where the total was larger
+        else:  # sums: rounding errors are relative to partial sums, which may be larger than the result
             plain = func(*args, **kwargs)
             shaken = func(*tree_map(self._jolt, args), **tree_map(self._jolt, kwargs))
             out = _merged(plain, shaken, exact)
@@ -109,7 +109,7 @@ class Noise(TorchDispatchMode):
 
 
 def _topk_of_first(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """`topk` that takes the first of equal elements: torch leaves open which are taken."""
+    """`topk` that selects the first of equal elements; torch leaves open which of them is selected."""
     values, places = x.sort(dim=dim, descending=largest, stable=True)
     if x.dim() == 0:
         return values, places
@@ -117,7 +117,7 @@ def _topk_of_first(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorte
 
 
 def _nearer(got: Tensor, exact: Tensor | None) -> Tensor:
-    """`exact`, rounded, where eager's own formula is further off: on a CPU its `erf` of 1e-9 in bfloat16 is 0."""
+    """Return `got`, but `exact` rounded where eager is imprecise: on a CPU, its `erf` of 1e-9 in bfloat16 is 0."""
     if exact is None or _unknown(exact, got):
         return got
     known = torch.finfo(got.dtype)
@@ -126,7 +126,7 @@ def _nearer(got: Tensor, exact: Tensor | None) -> Tensor:
 
 
 def _unless_absorbed(exact: Tensor, name: str, args: Any, kwargs: Any) -> Tensor:
-    """`exact`, NaN where a term is lost in float64 too: 3e38 + 1 - 3e38 is 0 or 1 by the order of the terms."""
+    """Return `exact`, but NaN where a term vanishes in float64, too: 3e38 + 1 - 3e38 is 0 or 1, depending on order."""
     a, b = (x.detach().double() if isinstance(x, Tensor) else torch.tensor(x).double() for x in args[:2])
     b = b * kwargs.get("alpha", 1) * (-1 if name == "sub" else 1)
     return torch.where(((exact == a) & (b != 0)) | ((exact == b) & (a != 0)), torch.nan, exact)
@@ -141,7 +141,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _unknown(exact: Any, got: Tensor) -> bool:
-    """Whether there is nothing more precise to say which elements were rounded."""
+    """Whether there is no more precise result that shows which elements were rounded."""
     return not isinstance(exact, Tensor) or exact.shape != got.shape or got.dtype == torch.float64
 
 
@@ -155,7 +155,7 @@ def _mapped(function: Any, out: Any, exact: Any) -> Any:
 
 
 def _merged(plain: Any, shaken: Any, exact: Any) -> Any:
-    """What other rounding of the terms gives; results that are exact as they are."""
+    """Return `shaken`, but `plain` where it is exact."""
     if _is_float(plain):
         return shaken if _unknown(exact, plain) else torch.where(plain.double() == exact, plain, shaken)
     if isinstance(plain, (tuple, list)):
@@ -165,7 +165,7 @@ def _merged(plain: Any, shaken: Any, exact: Any) -> Any:
 
 
 def _in_float64(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives of the same arguments in float64; None where it does not take that."""
+    """Return the result of `func` with its arguments in float64, or None if it does not support that."""
 
     def wide(x: Any) -> Any:
         if _is_float(x):
@@ -177,4 +177,4 @@ def _in_float64(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*tree_map(wide, args), **tree_map(wide, kwargs))
     except (RuntimeError, NotImplementedError, TypeError, IndexError):
-        return None  # an op that float64 has no kernel for: every element counts as rounded
+        return None  # there is no float64 kernel: every element counts as rounded

@@ -1,4 +1,4 @@
-"""What one call of a program leaves behind: results, changed arguments, gradients, who shares memory with whom."""
+"""The outcome of one call of a program: results, changed arguments, gradients, and which tensors share memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 @dataclass(frozen=True)
 class Outcome:
-    """Named values, as they were before backward; and of each tensor what else can be seen of it."""
+    """Values by name, copied before backward, and traits of tensors: dtype, layout, requires_grad, shared memory."""
 
     values: dict[str, Any]
     traits: dict[str, str]
@@ -26,7 +26,7 @@ class Outcome:
         function: Callable[..., Any] | None = None,
         around: Any = None,
     ) -> Outcome:
-        """Calls `function`, or the program's own, on fresh inputs; `around` is entered for call and backward."""
+        """Call `function` (default: the program's own) on new inputs, and run backward, both inside `around`."""
         arguments, leaves = space["inputs"](**call)
         torch.manual_seed(0)
         with around or contextlib.nullcontext():
@@ -52,11 +52,13 @@ class Outcome:
 
 
 def seen_of(named: Mapping[str, Any]) -> dict[str, str]:
-    """Dtype, layout, gradient, and with which earlier tensor memory is shared: how far into a result's memory it
-    begins is nobody's business, how far two results are apart is."""
+    """Return, for each tensor, its dtype, layout, requires_grad, and the earlier tensor with which it shares memory.
+
+    The storage offset of a result is ignored, but the distance between two tensors in shared memory is not.
+    """
     owners: dict[int, str] = {}
     traits: dict[str, str] = {}
-    # Arguments first: a result is a view of an argument, not the other way round.
+    # Arguments first, because a result may be a view of an argument but not the other way round.
     for name, x in sorted(named.items()):
         if not isinstance(x, Tensor):
             traits[name] = type(x).__name__

@@ -1,9 +1,6 @@
-"""What the source of a random program may call. A printed program begins with this file, so it needs nothing else.
+"""Functions and names that random programs use. A printed program begins with this file, so it is self-contained."""
 
-Float dtypes are names of this module so that the same program also runs in float64 (`judge.Reference`).
-"""
-
-# ruff: noqa: F401 (programs use it)
+# ruff: noqa: F401 (programs use the imports)
 from __future__ import annotations
 
 import torch
@@ -20,7 +17,8 @@ SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, 3e38, -6
 
 
 def numbers(seed, shape, dtype, kind="normal", layout="plain"):
-    """A tensor: "normal", "quarters" (many ties), "special" (some NaN, infinities, ...), or integers below `kind`."""
+    """Return a tensor of numbers: "normal", "quarters" (many ties), "special" (with NaN, infinities, ...), or integers
+    from -`kind` to `kind` - 1 (their absolute values for U8 and BOOL)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     if isinstance(kind, int):
@@ -38,7 +36,7 @@ def numbers(seed, shape, dtype, kind="normal", layout="plain"):
 
 
 def laid(x, layout):
-    """The same values in another layout."""
+    """Return the same values in another memory layout."""
     if layout == "transposed" and x.ndim > 1:
         return x.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "sliced" and x.ndim:
@@ -53,19 +51,19 @@ def laid(x, layout):
 
 
 def leaf(x):
-    """A parameter with these values and this layout."""
+    """Return a leaf that requires a gradient, with the values and layout of `x`."""
     return x.detach().requires_grad_()
 
 
 def cond(predicate, yes, no, operands):
-    """torch.cond; in eager Python's own `if`, because torch.cond would compile there, too."""
+    """torch.cond when compiling; in eager, Python's `if`, because torch.cond would compile in eager, too."""
     if torch.compiler.is_compiling():
         return torch.cond(predicate, yes, no, operands)
     return (yes if predicate else no)(*operands)
 
 
 def while_loop(condition, body, operands):
-    """torch.while_loop; in eager Python's own `while`."""
+    """torch.while_loop when compiling; in eager, Python's `while`."""
     if torch.compiler.is_compiling():
         return torch._higher_order_ops.while_loop(condition, body, operands)
     while condition(*operands):
@@ -74,7 +72,7 @@ def while_loop(condition, body, operands):
 
 
 class Cubed(torch.autograd.Function):
-    """x ** 3, with a gradient that is half of the true one."""
+    """x ** 3 with half of the true gradient."""
 
     generate_vmap_rule = True
 
@@ -93,7 +91,7 @@ class Cubed(torch.autograd.Function):
 
 
 class Straight(torch.autograd.Function):
-    """Rounds forward, and lets the gradient through."""
+    """Rounds in forward and passes the gradient through (clamped)."""
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -106,7 +104,7 @@ class Straight(torch.autograd.Function):
 
 
 class Both(torch.autograd.Function):
-    """Two results of two arguments; saves an argument, a result and something between."""
+    """Two differentiable results and a mask of two arguments; saves an argument, a result and an intermediate value."""
 
     @staticmethod
     def forward(ctx, x, y):

@@ -1,4 +1,4 @@
-"""A program as text: what makes its inputs, what it does, what it returns. Prints as a script that stands alone."""
+"""A program as text: setup of its inputs, body, and results. Prints as a self-contained script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from tests.programs import prelude
 
-SIZES = ({"A": 6, "B": 5}, {"A": 7, "B": 4})  # of the first call, and of the second where sizes are dynamic
+SIZES = ({"A": 6, "B": 5}, {"A": 7, "B": 4})  # of the first call, and of the second call if sizes are dynamic
 NAME = re.compile(r"\b[pvx]\d+\b")
 
 _MAIN = '''
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Program:
-    """`setup` makes x0, x1, ... (arguments) and p0, p1, ... (leaves); `body` computes; `results` are returned."""
+    """`setup` defines arguments x0, x1, ... and leaves p0, p1, ...; `body` computes; `results` are returned."""
 
     setup: tuple[str, ...]
     body: tuple[str, ...]  # statements, some of several lines
@@ -77,7 +77,7 @@ class Program:
         return tuple(line.split(" =")[0] for line in self.setup if "= leaf(" in line)
 
     def code(self) -> str:
-        """`inputs` and `f`, as Python."""
+        """Return the Python source of the functions `inputs` and `f`."""
         arguments, leaves = ", ".join(self.arguments), ", ".join(self.leaves)
         lines = ["def inputs(A, B):", *self.setup, f"return [{arguments}], [{leaves}]"]
         made = "\n    ".join(lines)
@@ -87,25 +87,25 @@ class Program:
 
     @property
     def calls(self) -> tuple[Mapping[str, int], ...]:
-        """The sizes that it is called with, one after the other."""
+        """The sizes with which the program is called, in order."""
         return SIZES if self.dynamic else SIZES[:1]
 
     def script(self, comment: str = "", device: str = "cpu") -> str:
-        """The whole program as a file to run: `python file.py [backend]` compares with eager."""
+        """Return the program as a script: `python file.py [backend]` compares the backend with eager."""
         head = "".join(f"# {line}\n" for line in comment.splitlines())
         text = inspect.getsource(prelude).replace('DEVICE = "cpu"', f'DEVICE = "{device}"')
         constants = f"DYNAMIC, OPTIONS, CALLS = {self.dynamic}, {dict(self.options)!r}, {self.calls!r}\n\n\n"
         return head + text + "\n\n" + constants + self.code() + _MAIN
 
     def load(self, device: str = "cpu", changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A namespace with `inputs` and `f`; `changed` are other values of names of the prelude."""
+        """Return a namespace with `inputs` and `f`; `changed` overrides names of the prelude."""
         return load(self.code(), device, changed)
 
 
 def namespace(device: str, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The prelude's names, its functions looking at `changed`, too."""
+    """Return a new namespace with the prelude's names; `changed` overrides names, also for the prelude's functions."""
     module = types.ModuleType(f"random_program_{next(_COUNT)}")
-    sys.modules[module.__name__] = module  # Dynamo of torch 2.11 imports what a function's globals are called
+    sys.modules[module.__name__] = module  # Dynamo of torch 2.11 imports the module that a function's globals name
     made = module.__dict__
     exec(_prelude_code(), made)
     made["DEVICE"] = device

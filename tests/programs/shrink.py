@@ -1,4 +1,4 @@
-"""The smallest program that fails in the same way: delta debugging over lines, names and inputs."""
+"""Shrink a failing program by delta debugging over lines, names and inputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shrink(
     seconds: float = 120,
     judged: Callable[[Program, str], Verdict] = judge,
 ) -> Program:
-    """The smallest program found within so many seconds whose verdict is of the same kind."""
+    """Return the smallest program found within `seconds` whose verdict is the same (`Verdict.what`)."""
     ends = time.monotonic() + seconds
     tried: set[str] = set()
 
@@ -61,7 +61,7 @@ def shrink(
 
 
 def runs(program: Program, device: str) -> bool:
-    """Whether eager takes it, backward too."""
+    """Whether the program runs in eager, forward and backward."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -77,7 +77,7 @@ def lines_of(program: Program) -> list[str]:
 
 
 def renamed(lines: list[str], program: Program, name: str, other: str) -> tuple[list[str], tuple[str, ...]]:
-    """`other` in the place of `name` everywhere."""
+    """Return the lines and results with `name` replaced by `other`."""
 
     def swap(match: re.Match[str]) -> str:
         return other if match[0] == name else match[0]
@@ -95,7 +95,10 @@ def fewer_results(program: Program, device: str) -> Iterator[Program]:
 
 
 def needed(program: Program, device: str) -> Iterator[Program]:
-    """Without the statements that no result comes from; what names a tensor that one comes from may change it."""
+    """Yield the program without statements on which no result depends.
+
+    Statements that may change, in place, a tensor on which a result depends are kept.
+    """
     wanted = set(program.results)
     kept: list[str] = []
     for text in reversed(program.body):
@@ -110,7 +113,7 @@ def needed(program: Program, device: str) -> Iterator[Program]:
 
 
 def halves(program: Program, device: str) -> Iterator[Program]:
-    """Without large stretches, then small ones, that nothing after them needs."""
+    """Yield the program without ranges of statements, the largest ranges first."""
     size = len(program.body) // 2
     while size > 1:
         for start in range(0, len(program.body), size):
@@ -119,7 +122,7 @@ def halves(program: Program, device: str) -> Iterator[Program]:
 
 
 def without_lines(program: Program, device: str) -> Iterator[Program]:
-    """Without one line; what it made is one of what it read."""
+    """Yield the program without one line, and with the line's variable replaced by a variable that the line read."""
     lines = lines_of(program)
     for at in reversed(range(len(lines))):
         rest = lines[:at] + lines[at + 1 :]
@@ -151,7 +154,7 @@ def plainer(program: Program, device: str) -> Iterator[Program]:
 
 
 def fresh_inputs(program: Program, device: str) -> Iterator[Program]:
-    """A variable as a new input, so that what made it can go."""
+    """Yield the program with a variable replaced by a new input, so that statements that compute it can be removed."""
     lines = lines_of(program)
     tail = [f"MADE.update({{{', '.join(f'{x!r}: {x}' for x in names_made(lines))}}})"]
     space = replace(program, body=(*lines, *tail)).load(device)

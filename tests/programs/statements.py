@@ -1,6 +1,7 @@
-"""The kinds of statements that random programs are made of: each function writes one over what is at hand, or gives up.
+"""The kinds of statements in random programs: each function returns a statement over existing variables, or raises
+NotHere.
 
-`d` is the author (`draw.Author`): it knows the variables so far and holds the random numbers.
+`d` is the author (`draw.Author`), which has the variables so far and the random number generator.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ STATEMENTS: dict[str, tuple[float, Callable[[Any], str]]] = {}
 
 
 class NotHere(Exception):
-    """Nothing at hand that this kind of statement could take."""
+    """No variable fits this kind of statement."""
 
 
 def statement(weight: float) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
@@ -28,7 +29,7 @@ def statement(weight: float) -> Callable[[Callable[[Any], str]], Callable[[Any],
 
 
 def forms(text: str) -> list[str]:
-    """What a table of expressions holds, between bars and ends of lines."""
+    """Split a table of expressions at bars and line ends."""
     return [form.strip() for line in text.strip().splitlines() for form in line.split("|")]
 
 
@@ -252,7 +253,7 @@ def scan(d: Any) -> str:
 
 
 def view_of(d: Any, x: str) -> str:
-    """An expression for a view of `x`, or what `reshape` and the like make of it."""
+    """Return an expression for a view of `x`, or for a copy where `reshape` and similar functions must copy."""
     value = d.value(x)
     if not value.ndim:
         return d.choice((f"{x}.unsqueeze(0)", f"{x}.expand(2, 3)", f"{x}.view(1, 1)", f"{x}.reshape(1)"))
@@ -324,7 +325,7 @@ def rearrange(d: Any) -> str:
 
 
 def places(d: Any, size: str, n: int, distinct: bool = False) -> str:
-    """An expression for an index tensor of `n` (a number or text) places below `size` (text)."""
+    """Return an expression for a tensor of `n` (a number or an expression) indices below `size` (an expression)."""
     step = d.choice((1, 5, 7))
     if distinct:
         return d.choice((f"torch.arange({size} - 1, -1, -1, device=DEVICE)", f"torch.arange({size}, device=DEVICE)"))
@@ -403,7 +404,7 @@ def scatters(d: Any) -> str:
 
 @statement(13)
 def change(d: Any) -> str:
-    """In place, through a view or not."""
+    """Return a statement that changes a tensor in place, directly or through a view."""
     x = d.changeable()
     value = d.value(x)
     floats = value.is_floating_point()
@@ -423,7 +424,7 @@ def change(d: Any) -> str:
     else:
         y, kinds = d.fitting(x, ints=True), CHANGED_INTEGERS
     form = d.choice(kinds).format(t=f"({target})" if target != x else x, y=y, z=d.fitting(x))
-    if d.random.random() < 0.2:  # what in-place methods return is the tensor itself
+    if d.random.random() < 0.2:  # in-place methods return the tensor itself
         return f"{d.new()} = {target}{form}"
     return f"{target}{form}"
 
@@ -516,5 +517,5 @@ def random_numbers(d: Any) -> str:
 
 @statement(3)
 def checkpointed(d: Any) -> str:
-    """A function of a few statements, some of them checkpoints themselves, that backward computes again."""
+    """Return a function of a few statements, some of them nested checkpoints, and its checkpointed call."""
     return d.block(2 + d.random.randrange(4))

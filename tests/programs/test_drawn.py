@@ -1,8 +1,8 @@
-"""A hundred short random programs, others each day, judged against eager.
+"""A hundred short random programs, different ones each day, compared with eager.
 
-What torch's own tracing gets wrong alike, or Inductor does, is no failure. A failure prints its program and the command
-that repeats it; `OVERLAPC_TEST_SEED=2026327 pytest tests/programs` draws a day's hundred again. Longer programs, and
-those on GPUs: benchmarks/random_programs.py.
+A wrong result is not counted as a failure if aot_eager gives the same verdict or Inductor is wrong, too. A failure
+prints its program and the command that repeats it; `OVERLAPC_TEST_SEED=2026327 pytest tests/programs` repeats the
+programs of a day. benchmarks/random_programs.py runs longer programs, also on GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.programs.draw import draw
 from tests.programs.judge import by_aot_eager, by_inductor, judge
 
-# By the day, in place of chance: workers of pytest-xdist must agree on it.
+# The day, because all workers of pytest-xdist must use the same seed.
 SEED = int(os.environ.get("OVERLAPC_TEST_SEED", time.strftime("%Y%j")))
 COUNT = 100
 

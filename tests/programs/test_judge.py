@@ -1,4 +1,5 @@
-"""The judge of random programs: what it finds, what it lets pass, and the smallest program that it is left with."""
+"""The judge of random programs: which errors it finds, which differences it accepts, and how failing programs are
+shrunk."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def program(*body: str, results: tuple[str, ...] = ("v1",)) -> Program:
 
 
 def verdict_on(made: Program, change: Callable[..., Any]) -> Verdict:
-    """Of a compiler that calls `change(f, *arguments)`."""
+    """Return the verdict on a compiler whose compiled function calls `change(f, *arguments)`."""
     return judge(made, compiler=lambda f, _: lambda *arguments: change(f, *arguments))
 
 

@@ -1,8 +1,8 @@
-"""Writes whose result torch leaves open, refused while a program is drawn.
+"""Reject in-place writes whose result torch leaves undefined, while a program is drawn.
 
-An in-place op writes each element of memory once, and reads what it writes only at the same index. Through
-`as_strided` a program can ask for more (`x.as_strided((3, 2), (1, 1)).add_(1)` adds twice to an element), and eager
-then gives what its vectors happen to do. torch itself refuses only what it sees at a glance (`expand`).
+A defined in-place op writes each element of memory once, and reads elements that it writes only at the same index. With
+`as_strided` a program can violate this (`x.as_strided((3, 2), (1, 1)).add_(1)` adds twice to an element), and eager's
+result then depends on its vectorization. torch itself rejects only simple cases (`expand`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class UndefinedWrite(RuntimeError):
-    """An element is written twice, or read at another index while it is written."""
+    """An in-place op writes an element twice, or reads it at another index than it writes it."""
 
 
 class DefinedWrites(TorchDispatchMode):
-    """A dispatch mode that raises `UndefinedWrite`."""
+    """A dispatch mode that raises UndefinedWrite for undefined in-place writes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,7 +45,7 @@ def check_write(written: Tensor, read: list[Tensor]) -> None:
 
 
 def positions(x: Tensor) -> Tensor:
-    """The byte at which each element lies in its memory."""
+    """Return the byte offset of each element in its storage."""
     at = torch.tensor(x.storage_offset())
     for n, stride in zip(x.shape, x.stride(), strict=True):
         at = at[..., None] + torch.arange(n) * stride
