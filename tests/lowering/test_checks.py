@@ -46,7 +46,7 @@ def test_an_index_out_of_bounds_is_an_error(function, good, bad, dynamic):
 
 @pytest.mark.parametrize("bad", [5, -1])
 def test_rows_that_indices_pick_are_normalized_as_rows_are(bad):
-    """The index is checked once per row, and zeros are read for a bad index."""
+    """The index is checked once per row, and row 0 is read instead of a row out of bounds."""
     call = compiled(lambda x, i: F.rms_norm(F.embedding(i, x), (3,)))
     index = torch.arange(40) % 5
     torch.testing.assert_close(call(TABLE, index), F.rms_norm(TABLE[index], (3,)))

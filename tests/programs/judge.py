@@ -148,8 +148,8 @@ def outside(name: str, eager: Outcome, ours: Outcome, known: list[Outcome]) -> T
 
 
 def jumps(name: str, eager: Outcome, ours: Outcome, known: list[Outcome]) -> Tensor:
-    """Return a mask of the undecidable elements: one of eager's runs has our value, differs from eager about as much, or
-    differs in whether the element is finite."""
+    """Return a mask of the undecidable elements: one of eager's runs has our value, differs from eager about as much,
+    or differs in whether the element is finite."""
     a, b = wide(eager.values[name]), wide(ours.values[name])
     off = (a - b).abs()
     undecided = torch.zeros_like(a, dtype=torch.bool)

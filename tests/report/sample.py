@@ -1,4 +1,4 @@
-"""A report small enough to check by hand: one forward and one backward of two ranks."""
+"""A report small enough to check by hand, of two ranks: rank 0 has a forward and a backward, rank 1 a forward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from overlapc.report.model import CollectiveRow, GraphRecord, PassRow, Plan, Span, StepRecord
 from overlapc.report.record import Report
 
-# ag0 and ag1 of 100 µs each; mm0 and mm1 of 80 µs. Before: each gather is waited for at once.
+# ag0 and ag1 take 100 µs each, mm0 and mm1 80 µs. Before: every gather is waited for as soon as it has started.
 BEFORE = Plan(
     360_000.0,
     (
@@ -19,7 +19,7 @@ BEFORE = Plan(
         Span("mm1", "compute", 280_000.0, 360_000.0, "kernel"),
     ),
 )
-# After: ag1 flies while mm0 runs, and its last 20 µs are exposed.
+# After: ag1 overlaps mm0, and its last 20 µs are exposed.
 AFTER = Plan(
     280_000.0,
     (

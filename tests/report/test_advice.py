@@ -1,4 +1,4 @@
-"""From the rules that stopped collectives to what a user reads, on rows made by hand and on planned schedules."""
+"""Which causes and advice a report derives from the reasons of passes, on hand-made rows and on planned schedules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_queues_up_behind_the_first_gather_is_exposed_for_the_same_cause():
     ("before_us", "after_us", "cause"), [(0, 90, "BEGIN"), (5, 90, "BEGIN"), (90, 5, "END"), (90, 90, None)]
 )
 def test_where_no_rule_speaks_the_compute_before_and_after_does(before_us, after_us, cause):
-    """A bucket says whose it is, and a pass that was undone that it was."""
+    """These reasons (made into a bucket, undone because slower) explain no exposure."""
     ends_us = list(itertools.accumulate((before_us, 100, after_us)))
     spans = (
         Span("early", "compute", 0.0, ends_us[0] * 1e3, "kernel"),

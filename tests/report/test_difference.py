@@ -1,4 +1,4 @@
-"""Two records beside each other: every change has its cause, and parts add up to the step."""
+"""The comparison of two records: every change has its cause, and parts add up to the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_overlap_brings_is_found_as_exposed_communication():
     rows = {(row.section, row.what): row for row in differences(BEFORE, AFTER)}
     assert rows["step", "predicted"].change == -80e3
     assert rows["where it goes", "exposed communication"].change == -80e3
-    assert [row.change for key, row in rows.items() if key[0] == "compute"] == [0.0]  # all of it in one row
+    assert [row.change for key, row in rows.items() if key[0] == "compute"] == [0.0]  # a single row for all compute
     (cause,) = (row for key, row in rows.items() if "would exceed the memory limit" in key[1])
     assert (cause.first, cause.second) == (100e3, 20e3)
 
@@ -53,7 +53,7 @@ def test_the_command_compares_records_as_table_and_page(tmp_path, capsys):
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, given: found.append(dict(given).get("style", "") if tag == "i" else "")  # type: ignore[method-assign]
     parser.feed((tmp_path / "diff.html").read_text())
-    assert any("left: 0.00%; width: 50.00%" in style for style in found)  # the largest change, to the left: shorter
+    assert any("left: 0.00%; width: 50.00%" in style for style in found)  # the largest change; to the left if shorter
     assert main(["diff", str(first), str(tmp_path / "diff.html")]) == 2
 
 

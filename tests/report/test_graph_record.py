@@ -1,4 +1,4 @@
-"""Records made from real schedules, replayed by the real simulator."""
+"""Records of real schedules, planned by the passes and simulated."""
 
 from __future__ import annotations
 

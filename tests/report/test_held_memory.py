@@ -1,4 +1,5 @@
-"""What a device holds besides what the graph that runs knows of."""
+"""The peak memory of a step includes memory that the running graph does not know of: inputs of forward only, and
+optimizer state."""
 
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ def test_a_backward_runs_beside_what_only_forward_was_given():
 
 
 def test_a_saved_view_of_a_parameter_is_the_parameter():
-    """It may not be freed, and so is told from what forward saved for backward alone."""
+    """Because it may not be freed, it is distinguished from tensors that forward saved only for backward."""
     found = peaks([GRAPH, backward("permute_7 = input : 4MiB\nsaved = input freeable : 16MiB")])
     assert found["backward_3"] == (50 + 8 + 2) * MIB
 

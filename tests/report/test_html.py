@@ -1,4 +1,4 @@
-"""The page is one file, well formed, and shows every collective, wait and reason."""
+"""The HTML report is one well-formed file that shows every collective, wait and reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VOID = {"meta", "br", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order; keeps cells and everything that could reach the network."""
+    """Checks that tags close in order; collects the table cells and all links, which could reach the network."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_buffers_of_the_same_module_of_many_layers_are_one_row_at_the_peak():
 
 
 def test_no_order_gains_more_than_the_bound_leaves_and_no_faster_compute_more_than_the_queue():
-    """ag1 is exposed for 20 us for want of memory, but no order beats 270 of 280; @dp is busy for 200."""
+    """ag1 is exposed for 20 us because of memory, but the lower bound is 270 of 280 us; @dp is busy for 200 us."""
     graph = replace(FORWARD, lower_bound_ns=270e3, alone_ns=60e3)
     gains = {gain.why: gain.ns for gain in Ledger.of(StepRecord(graphs=(graph,))).gains}
     assert gains[f"forward: {advice.MEMORY.why}"] == pytest.approx(10e3)
@@ -167,7 +167,7 @@ def test_what_was_seen_of_a_step_comes_before_what_is_predicted_and_tokens_are_o
 
 
 def test_what_to_do_follows_the_measurement_where_there_is_one():
-    """ag0 was predicted to be exposed for 100 us, ag1 for 20, rs0 not at all."""
+    """ag0 was predicted to be exposed for 100 us, ag1 for 20 us, and rs0 not at all."""
     hidden = replace(FORWARD.collectives[1], name="rs0", exposed_after_ns=0.0, causes=("HIDDEN",))
     graph = replace(FORWARD, collectives=(*FORWARD.collectives, hidden))
     exposed = {"ag0": 15e3, "ag1": 40e3, "rs0": 35e3}
@@ -182,7 +182,7 @@ def test_what_to_do_follows_the_measurement_where_there_is_one():
     }
     assert "<small>measured; try: overlapc calibrate --from" in html.render((step,))
     assert "0.240 ms of communication; measured 0.180 ms:" in totals_text(step)
-    old = replace(step, graphs=(replace(graph, measured=replace(seen, exposed={})),))  # of a version that knew the sum
+    old = replace(step, graphs=(replace(graph, measured=replace(seen, exposed={})),))  # older records have only the sum
     assert not any(gain.measured for gain in Ledger.of(old).gains)
     assert "measured 0.180" not in totals_text(old).partition("exposed ")[2]
 

@@ -1,4 +1,5 @@
-"""The report says which parameters stay gathered until backward, which do not and why, and what more memory saves."""
+"""The report lists the parameters that stay gathered until backward, those that do not and why, and the time that more
+memory would save."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def _nothing_recorded() -> Iterator[None]:
 
 
 def planned(budget: str | None = None, **options: object) -> Report:
-    """Of four layers with parameters of 4MiB; the second gather of each takes 40 us, that of layer 2 80 us."""
+    """Return the report of a plan of four layers with parameters of 4 MiB that take 40 us to gather (layer 2: 80 us)."""
     record.clear()
     step = step_within(budget)
     config = Config.of({**options, **({} if budget is None else {"memory_budget": budget})})
@@ -34,7 +35,7 @@ def planned(budget: str | None = None, **options: object) -> Report:
 
 
 def said(report: Report) -> list[str]:
-    """Without what more memory would save, which is a number of its own."""
+    """Return the lines about gathered parameters, except those about the time that more memory would save."""
     lines = [line.removeprefix("parameters").strip() for line in gathered_lines(report.steps[0])]
     return [line for line in lines if "saves" not in line]
 

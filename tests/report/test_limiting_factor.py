@@ -1,4 +1,4 @@
-"""What a step is said to be bound by, on spans made by hand."""
+"""The limiting factor of a step and its shares of compute, on hand-made spans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.report.sample import FORWARD
 
 
 def step(compute_us: float, queue_us: float, exposed_us: float, host_us: float | None = None) -> StepRecord:
-    """A step that computes and stands still for a collective."""
+    """Return a step that waits for a collective and then computes."""
     step_us = compute_us + exposed_us
     spans = (
         Span("ag", "@dp", 0.0, queue_us * 1e3, "start"),
@@ -50,7 +50,8 @@ def test_compute_is_added_up_by_library_op_and_all_that_is_generated_together():
         Span("_scaled_dot_product_flash_attention_for_cpu_backward_3", "compute", 99e3, 100e3, "extern"),
     )
     spent = Spent.of(StepRecord(graphs=(replace(FORWARD, after=Plan(100e3, spans)),)))
-    attention = "_scaled_dot_product_flash_attention_backward"  # a plan's of a GPU, as a CPU traces it
+    # Plans for GPUs may be traced on CPUs, so "_for_cpu" is removed from names.
+    attention = "_scaled_dot_product_flash_attention_backward"
     assert spent.work == (
         ComputeShare("mm", 30e3, 2), ComputeShare("generated kernels", 11e3, 2), ComputeShare(attention, 1e3, 1),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Traces are matched to nodes: a synthetic one of a GPU, real ones of a CPU."""
+"""Profiler traces are matched to nodes: synthetic traces of a GPU and a real one of a CPU."""
 
 import json
 from dataclasses import replace
@@ -34,13 +34,14 @@ def kernel(correlation, ts, dur, name="k"):
 
 
 def step_on_gpu(at, first):
-    """ag0 flies beside mm0 for 20 of its 60 us; then 10 us of nothing; mm0 is two kernels."""
+    """Return the events of a step: k0 overlaps ag0 for 20 of its 60 us, then the device is idle for 10 us, then mm0
+    runs as two kernels."""
     return [
         mark("start", "ag0", at, 5), launch(first, at + 1, category="cuda_runtime"),
         mark("launch", "k0", at + 6, 3), launch(first + 1, at + 7),
         mark("wait", "w0", at + 10, 2),
         mark("call", "mm0", at + 13, 5), launch(first + 2, at + 14), launch(first + 3, at + 15),
-        launch(first + 4, at + 30),  # of nobody
+        launch(first + 4, at + 30),  # outside of all marks
         kernel(first, at + 100, 60, "ncclDevKernel_AllGather"),
         kernel(first + 1, at + 100, 20),
         kernel(first + 2, at + 170, 30), kernel(first + 3, at + 200, 10), kernel(first + 4, at + 220, 99),
@@ -118,7 +119,7 @@ def test_a_gap_that_waits_for_no_collective_is_idle_whatever_flies_beside_it(tmp
 
 
 def test_compute_stands_still_for_the_collective_that_the_next_kernel_waits_for(tmp_path):
-    """Two gathers, one behind the other; both waits come before mm0, and behind it nothing waits for the third."""
+    """ag0 and ag1 run one after the other, and both waits precede mm0; the wait for ag2 comes last."""
     schedule = SCHEDULE.replace(
         "k0 =", "ag1 = all_gather(p) @dp(4) : 4MiB 50us\nag2 = all_gather(p) @tp(4) : 4MiB 9us\nk0 ="
     )
@@ -166,7 +167,7 @@ def test_a_kernel_without_a_launch_goes_by_the_id_of_its_mark(tmp_path):
 def test_prediction_is_compared_with_contention_and_flagged(gpu_trace):
     graph = with_trace(GRAPH, read_trace(gpu_trace))
     rows = {row.node: row for row in compare.rows(graph)}
-    assert rows["ag0"].ratio == 1.0  # 50 alone, 60 beside compute
+    assert rows["ag0"].ratio == 1.0  # 50 us alone, 60 us predicted with contention
     assert not rows["ag0"].far_off
     assert rows["mm0"].ratio == pytest.approx(40 / 30)
     assert rows["mm0"].far_off
@@ -176,10 +177,10 @@ def test_prediction_is_compared_with_contention_and_flagged(gpu_trace):
     totals = compare.totals_text(StepRecord(0, 4, (graph,), 110))
     assert "100B predicted, 110B allocated at most (ratio 1.100" in totals
     assert "library calls: 1 of 1 measured, half within 33%, 1 off by more than 20%\n  1 without overlap" in totals
-    assert "half within 33%, 1.33 of the estimate" in totals  # mm0 ran by itself: the estimate was wrong
+    assert "half within 33%, 1.33 of the estimate" in totals  # mm0 ran without overlap, so its estimate was wrong
     assert (
         "1 overlapped throughout: half within 0 percentage points" in totals
-    )  # k0 ran beside ag0, as long as predicted
+    )  # k0 overlapped ag0 and took as long as predicted
 
 
 def test_a_trace_goes_to_its_rank_and_survives_a_file(gpu_trace, tmp_path):
@@ -209,7 +210,7 @@ def test_gloo_answers_starts_in_their_order(tmp_path):
         return {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "ts": ts, "dur": dur, "tid": 9}
 
     events = [
-        gloo(0, 5),  # of nobody: before the first start
+        gloo(0, 5),  # before the first start, so it belongs to no node
         mark("start", "rs0", 10, 2, works=2), gloo(11, 10), gloo(12, 20),
         mark("launch", "k0", 13, 4),
         mark("start", "ag0", 20, 2), gloo(33, 7),

@@ -17,10 +17,11 @@ from overlapc.report.record import Report
 from overlapc.schedule.text import parse
 from tests.report.sample import FORWARD
 
-# Llama-8B with 8 layers, a step on 4 H200s, rank 0, without spans and origins: from `benchmarks/predict.py --out`.
+# A step of Llama-8B with 8 layers on 4 H200s: the record of rank 0 without spans and origins, written by
+# `benchmarks/predict.py --out`.
 REAL = Path(__file__).with_name("fsdp_4xh200.record.json.gz")
 PROFILE = load_profile("h200-nvlink")
-# Six equal layers: a gather, a matmul and a kernel each.
+# Six equal layers, each with a gather, a matmul and a kernel.
 SCHEDULE = estimated(
     parse(
         "\n".join(
@@ -35,12 +36,15 @@ SCHEDULE = estimated(
 
 
 def measured(times: dict[str, float]) -> Measured:
-    """A measurement in which nothing ran beside anything."""
+    """Return a measurement without any overlap."""
     return Measured(3, 1e6, 1e6, 1e6, 0.0, 0.0, times, dict.fromkeys(times, 0.0))
 
 
 def record(tmp_path, *factors: float):
-    """Of as many ranks: each node takes so many times its estimate, as read back from the record's text."""
+    """Save a record with a rank for each factor, on which every node took `factor` times its estimate.
+
+    Estimates are read back from the schedule's text.
+    """
     read = parse(str(SCHEDULE))
     steps = []
     for rank, factor in enumerate(factors):
@@ -100,7 +104,7 @@ def test_a_record_that_was_not_measured_is_refused(tmp_path):
 
 
 def test_a_real_step_is_predicted_nearer_where_it_was_held_out(tmp_path):
-    """Starting from rates that are too low: how good the stored profile is does not matter here."""
+    """Starts from rates that are too low, so that the test does not depend on how good the stored profile is."""
     path, start = tmp_path / "fsdp.json", tmp_path / "slow.json"
     path.write_bytes(gzip.decompress(REAL.read_bytes()))
     curves = {name: tuple((size, rate / 1.3) for size, rate in points) for name, points in PROFILE.curves.items()}
@@ -111,5 +115,5 @@ def test_a_real_step_is_predicted_nearer_where_it_was_held_out(tmp_path):
         assert errors[kind].before > 0.12
         assert errors[kind].after < errors[kind].before / 2
         assert errors[kind].after < 0.1
-    assert errors["collectives"].after < 0.25  # they hold the time that this rank waited for others
+    assert errors["collectives"].after < 0.25  # measured collectives include the time that this rank waited for others
     assert len(document["fed_back"]) == len(feedback.changes) > 10

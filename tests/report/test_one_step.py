@@ -1,4 +1,4 @@
-"""A report is of one training step, however often its graphs are called in it, and whatever else the process ran."""
+"""A report describes one training step, however often its graphs are called in it and whatever else the process ran."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = {"profile": "h200-nvlink"}
 
 
 class Train:
-    """A model, compiled, and its optimizer."""
+    """A compiled model and its optimizer."""
 
     def __init__(self, width: int) -> None:
         self.model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
@@ -52,7 +52,7 @@ def fresh():
 
 
 def called() -> dict[str, int]:
-    """By the kind of graph, as numbers differ with what ran before."""
+    """Return the number of calls by kind of graph; graph numbers depend on what ran before."""
     return {graph.name.split("_")[0]: times for graph, times in overlapc.report().steps[0].called}
 
 
@@ -153,7 +153,7 @@ def test_every_figure_of_a_step_counts_its_calls():
 
 
 class Pieces(nn.Module):
-    """One graph break of a kind that each library has somewhere."""
+    """A model with a graph break."""
 
     def __init__(self) -> None:
         super().__init__()

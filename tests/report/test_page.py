@@ -1,4 +1,4 @@
-"""The page in Chromium: figures, zoom, clicks on bars and rows, sorting, filtering, narrow screens, many layers."""
+"""The HTML report in Chromium: figures, zoom, clicks on bars and rows, sorting, filtering, phones, and many layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as play:
-        # In a container it may have neither a sandbox nor shared memory; it opens files of ours only.
+        # A container may have neither a sandbox nor shared memory. The browser opens only our own files.
         found = play.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         )
@@ -35,7 +35,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """Opens a report's page; an error of its script, or a request that leaves the file, fails the test."""
+    """Return a function that opens a report's page; errors in its script and network requests fail the test."""
     wrong: list[str] = []
     pages = []
 
@@ -61,19 +61,20 @@ def bar(page: Any, share: float, y: float) -> tuple[float, float]:
 
 
 def shown_ms(page: Any) -> list[float]:
-    """The ends of the time axis, as uPlot says them."""
+    """Return the ends of the time axis, as reported by uPlot."""
     return page.evaluate("overlapcTimeline.range()")
 
 
-OPENED_MS, SMOOTH_MS = 2000, 50  # a large page's, where the machine has little else to do
-# Of rank 0 the step is 0.56 ms after the passes and 0.72 before; bands: a head of 18, then lanes of 22, and 6 between.
+OPENED_MS, SMOOTH_MS = 2000, 50  # limits for opening and redrawing a large page on an idle machine
+# Rank 0's step takes 0.56 ms after the passes and 0.72 ms before. Heights in pixels: the heading of a band 18, a lane
+# 22, the gap between bands 6.
 COMPUTE, QUEUE = 18 + 22 / 2, 18 + 22 + 22 / 2
 AFTER_QUEUE = 18 + 2 * 22 + 6 + QUEUE
 
 
 def test_a_click_on_a_bar_shows_its_node_and_its_row_and_a_row_leads_to_the_bar(opened):
     page = opened(REPORT)
-    page.mouse.click(*bar(page, 150 / 720, AFTER_QUEUE))  # ag1 flies from 100 to 200 us
+    page.mouse.click(*bar(page, 150 / 720, AFTER_QUEUE))  # ag1 is in flight from 100 to 200 us
     panel = page.locator("#node").inner_text()
     assert panel.startswith("ag1 in forward")
     assert "100.0 µs, from 100.0 µs on @dp" in panel
@@ -141,7 +142,7 @@ def test_tables_sort_and_filter(opened):
     exposed = page.locator("#collectives th", has_text="exposed")
     exposed.click()
     names = [rows.nth(at).get_attribute("data-node") for at in range(rows.count())]
-    assert names == ["forward/ag1", "forward/ag0"]  # 20 us, then 100
+    assert names == ["forward/ag1", "forward/ag0"]  # exposed for 20 us and for 100 us
     exposed.click()
     assert rows.nth(0).get_attribute("data-node") == "forward/ag0"
     page.locator("#filter").fill("layers.1 memory")
@@ -177,7 +178,7 @@ def test_fingers_move_and_zoom_the_timeline_of_a_phone(opened):
 
 
 def large(layers: int, rank: int) -> StepRecord:
-    """A step of so many layers, of 60 nodes each, none like that of another rank."""
+    """Return a step of `layers` layers with 60 nodes each, which differs from the steps of other ranks."""
     spans, rows, at_ns = [], [], 0.0
     for layer in range(layers):
         spans.append(Span(f"ag{layer}", "@dp", at_ns, at_ns + 400e3, "start"))
@@ -194,7 +195,7 @@ def test_eighty_layers_on_eight_ranks_open_and_redraw_at_once(opened):
     page = opened(Report(tuple(large(80, rank) for rank in range(8))))
     loaded = "performance.getEntriesByType('navigation')[0].loadEventEnd"
     times_ms = [page.evaluate(loaded)]
-    while min(times_ms) > OPENED_MS and len(times_ms) < 4:  # the machine may have more to do
+    while min(times_ms) > OPENED_MS and len(times_ms) < 4:  # try again, as the machine may be busy
         page.reload()
         times_ms.append(page.evaluate(loaded))
     assert min(times_ms) < OPENED_MS

@@ -1,4 +1,4 @@
-"""Several plans in one table and on one page: what a sweep of `overlapc plan` shows."""
+"""The table and the page that show several plans, as from a sweep of `overlapc plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record goes through JSON unchanged and saves in every form, or says why not."""
+"""Records survive a round trip through JSON and can be saved in every form; errors say why they cannot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_suffix_picks_the_form(tmp_path):
     assert "steps" in json.loads(REPORT.save(tmp_path / "overlap.json").read_text())
     assert REPORT.save(tmp_path / "schedule.txt").read_text().startswith("schedule forward")
     assert REPORT.save(tmp_path / "table.txt").read_text() == f"{REPORT}\n"
-    assert not list(tmp_path.glob(".*"))  # what was being written is gone
+    assert not list(tmp_path.glob(".*"))  # no temporary file is left
 
 
 def test_an_unknown_suffix_names_the_forms(tmp_path):
@@ -75,20 +75,20 @@ def test_gather_sorts_ranks_by_number(tmp_path):
 
 
 def test_the_package_is_callable_and_gives_what_was_added(monkeypatch):
-    record.clear()  # of what other tests of this process left
+    record.clear()  # remove what other tests in this process recorded
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(overlapc.report.NothingCompiled, match="run one step before the report"):
         overlapc.report(object())
     record.add(FORWARD)
     (step,) = overlapc.report(object()).steps
-    assert replace(step, seconds={}) == StepRecord(3, 4, (FORWARD,))  # seconds: of all that this process compiled
+    assert replace(step, seconds={}) == StepRecord(3, 4, (FORWARD,))  # `seconds` covers all compilations of the process
     record.clear()
     assert overlapc.report().steps[0].graphs == ()
 
 
 def test_the_rank_is_that_of_the_process_group(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)  # as where ranks were not started by torchrun
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # as if ranks were not started by torchrun
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     try:
         (step,) = record.report_of_process().steps

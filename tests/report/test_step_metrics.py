@@ -1,4 +1,4 @@
-"""Numbers for a logger: what is measured by the clock, what is predicted, and what is not known is not there."""
+"""`overlapc.metrics` returns measured and predicted numbers for a logger, and leaves out what is unknown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_metrics_of_a_job_are_of_its_typical_step(monkeypatch):
     job.step(job.rows).sum().backward()
     early = overlapc.metrics(job.step, tokens=64)
     assert early.keys() == {"predicted_ms", "exposed_ms", "bound_ms", "peak_gib", "host_ms"}
-    steps.STEPS.ends_s.extend((10.0, 12.0, 14.5, 16.5))  # whose steps took 2, 2.5 and 2 s
+    steps.STEPS.ends_s.extend((10.0, 12.0, 14.5, 16.5))  # steps of 2, 2.5 and 2 s
     later = overlapc.metrics(job.step, tokens=64)
     assert (later["step_ms"], later["tokens_per_s"]) == (2000.0, 32.0)
     (step,) = overlapc.report().steps

@@ -1,4 +1,4 @@
-"""The overlap table, word for word."""
+"""The text report: the overlap table and the summary, word for word."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device():
     assert step == "step time    0.720 ms -> 0.560 ms; lower bound 0.520 ms (gap 7.7%)"
     assert bound.startswith("bound by     communication")
     assert "host         0.500 ms, if it never waits for the device" in rest
-    assert not any(line.startswith("host") for line in lines(300.0, None))  # of one graph it is not known
+    assert not any(line.startswith("host") for line in lines(300.0, None))  # one graph's host time is unknown
 
 
 def test_what_was_measured_comes_beside_the_prediction():

@@ -1,4 +1,4 @@
-"""The trace as Perfetto's own library reads it: tracks by rank and order, the plan's times, arrows, memory."""
+"""The trace file as read by Perfetto's library: tracks by rank and order, the plan's times, arrows, memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVENT = perfetto_trace_pb2.TrackEvent
 
 
 class Read:
-    """A trace, read back: slices by the path of their track."""
+    """A trace read back from a file: slices and counters by the path of their track."""
 
     def __init__(self, content: bytes) -> None:
         packets = perfetto_trace_pb2.Trace.FromString(content).packet
@@ -76,12 +76,12 @@ def test_an_arrow_leads_from_each_collective_to_its_wait(read):
     leaves = {flow: each for each in read.events for flow in each.track_event.flow_ids}
     arrives = {flow: each for each in read.events for flow in each.track_event.terminating_flow_ids}
     assert leaves.keys() == arrives.keys()
-    assert len(leaves) == 2 * 3 * len(FORWARD.collectives)  # before and after, of three graphs
+    assert len(leaves) == 2 * 3 * len(FORWARD.collectives)  # two orders of three graphs
     for flow, begin in leaves.items():
         end = arrives[flow]
         assert end.track_event.name == f"waits for {begin.track_event.name}"
         assert begin.timestamp <= end.timestamp
-        assert read.events.index(begin) < read.events.index(end)  # of one time, the first in the file comes first
+        assert read.events.index(begin) < read.events.index(end)  # Perfetto keeps the file's order of equal times
 
 
 def test_memory_is_a_counter_in_bytes(read):

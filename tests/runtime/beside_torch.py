@@ -1,7 +1,7 @@
-"""Functions compiled by overlapc and by AOTAutograd alone: a scenario is observed under both, call by call.
+"""Run scenarios with functions compiled by overlapc and by AOTAutograd alone, and compare what they observe.
 
-A scenario compiles a function, calls it at least three times (the first call is AOTAutograd's wrapper in any case) and
-returns what it saw. Ops run as they stand (`native=False`): this is about what is around the graphs.
+A scenario compiles a function, calls it at least three times (the first call always runs in AOTAutograd's wrapper) and
+returns its observations. Ops are not generated (`native=False`), because these tests are about the code around graphs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def error_of(call: Callable[[], Any]) -> bool:
 
 
 def lean_calls(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """To which the plan of each call is added, from here on, that ran without AOTAutograd's wrapper."""
+    """Return a list to which every later call without AOTAutograd's wrapper appends its plan."""
     calls: list[StepPlan] = []
     make = watch.step_function
 
@@ -53,7 +53,7 @@ def lean_calls(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
 
 def observed(run: Callable[[Compile], Any], name: str) -> Any:
-    """What `run` sees under `name`: "overlapc" or "aot_eager"."""
+    """Return the observations of the scenario `run` with the backend `name`: "overlapc" or "aot_eager"."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     if name == "aot_eager":

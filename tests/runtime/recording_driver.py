@@ -1,4 +1,4 @@
-"""A stand-in for libcuda that writes down what it is asked to launch."""
+"""A fake libcuda that records launches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ extern "C" int seen(uint64_t *out) {
 
 
 class Driver:
-    """A stand-in for libcuda: `launches(parameters)` lists what was launched."""
+    """A fake libcuda, compiled into `folder`; `launches` returns what was launched."""
 
     def __init__(self, folder: Path) -> None:
         source, self.path = folder / "driver.cpp", folder / "libdriver.so"

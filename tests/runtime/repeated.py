@@ -1,4 +1,5 @@
-"""A recorder for CPUs: what was recorded runs again on the memory it was recorded with, into the first results."""
+"""A fake recorder of CUDA graphs for CPUs: a replay runs the function again on the recorded memory and overwrites the
+first results."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from torch import Tensor
 
 
 class Repeated:
-    """Like CUDA graphs in what it does to memory: fixed arguments, and results that the next replay overwrites."""
+    """Treats memory like CUDA graphs do: arguments are fixed, and each replay overwrites the results."""
 
     def __init__(self) -> None:
         self.recorded = self.replays = self.restarts = 0
-        self.others = False  # somebody else is recording
+        self.others = False  # whether other code is recording
 
     def busy(self) -> bool:
         return self.others
@@ -24,7 +25,7 @@ class Repeated:
         self.recorded += 1
         before = [each.clone() for each in given]
         results = function(list(given))
-        for each, kept in zip(given, before, strict=True):  # a capture runs nothing: no argument has changed
+        for each, kept in zip(given, before, strict=True):  # a capture runs no kernel, so restore the arguments
             each.copy_(kept)
 
         def again() -> None:

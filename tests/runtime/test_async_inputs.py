@@ -1,6 +1,7 @@
-"""A compiled module after an eager tensor-parallel one: its input is or holds a collective that nobody waited for yet.
+"""A compiled module after an eager tensor-parallel one: its input is, or contains, the result of a collective that is
+still in flight.
 
-On real ranks, because torch's fake process group leaves what a reduce-scatter makes as it is before torch 2.13.
+On real ranks, because before torch 2.13 the fake process group does not fill the result of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from tests.ranks import values_on_ranks
 
 
 def embedding() -> nn.Module:
-    """Gives its rank's part of a sequence, by a reduce-scatter."""
+    """Return an embedding that returns this rank's part of a sequence, by a reduce-scatter."""
     torch.manual_seed(0)
     plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     return parallelize_module(nn.Embedding(16, 8), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
 
 
 def blocks() -> dict[str, Any]:
-    """What an eager and a compiled block make of the embedding on this rank."""
+    """Run an eager and a compiled block on the embedding, with and without gradients; return what this rank saw."""
     torch.manual_seed(1)
     tokens, linear = torch.arange(8)[None], nn.Linear(8, 8)
     seen: dict[str, Any] = {"late": [], "grads": [], "without": []}
@@ -72,7 +73,7 @@ def test_without_gradients_it_is_waited_for_too(ranks: list[dict[str, Any]]):
 
 
 class Block(nn.Module):
-    """Sequence-parallel, as torchtitan's are: its input is a DTensor, and so is what it gives."""
+    """A sequence-parallel block like torchtitan's: its input and its result are DTensors."""
 
     def __init__(self, width: int, checkpointed: bool) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ def parallel_model(checkpointed: bool) -> Model:
 
 
 def trained(rank: int, backend: str, checkpointed: bool) -> dict[str, Any]:
-    """Losses and gradients of three steps; what the first block's input held."""
+    """Return losses and gradients of three steps, and the types of the local tensors in the first block's input."""
     torch._dynamo.reset()
     model = parallel_model(checkpointed)
     held = []
@@ -136,7 +137,7 @@ def trained(rank: int, backend: str, checkpointed: bool) -> dict[str, Any]:
         tokens = (torch.arange(32).view(2, 16) * (step + 5)) % 24
         dist.barrier()
         if rank == 1 and step:
-            time.sleep(0.1)  # so that nothing can have arrived on rank 0 when its first block begins
+            time.sleep(0.1)  # so that the collective has not ended when rank 0's first block begins
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
         gradients = [parameter.grad.to_local() + 0 for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""The kernel cache: built once whoever asks, and never trusted blindly."""
+"""The kernel cache: concurrent requests share one build, and entries are verified before use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overlapc.runtime.toolchain import compile_error
 
 
 class Builder:
-    """Writes `content` and counts how often it was asked to."""
+    """A build function that writes `content` and counts its calls."""
 
     def __init__(self, content: bytes = b"kernel") -> None:
         self.content = content
@@ -66,7 +66,7 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, damage: bytes):
 
 
 def test_an_entry_without_its_checksum_is_built_again(tmp_path: Path):
-    """As a crash between the two renames leaves it."""
+    """A crash between the two renames leaves such an entry."""
     build = Builder()
     path = KernelCache(tmp_path).get_or_build("k" * 40, ".so", build)
     path.with_name(path.name + ".sha256").unlink()
@@ -124,7 +124,7 @@ def no_cache_failed_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_privately(cache: KernelCache, warning: str) -> Path:
-    """Where an entry went that the cache's folder could not take; `warning` says why."""
+    """Assert that an entry is stored in a private folder of the process, with one warning; return its path."""
     build = Builder()
     with pytest.warns(UserWarning, match=warning):
         path = cache.get_or_build("k" * 40, ".so", build)
@@ -132,7 +132,7 @@ def kept_privately(cache: KernelCache, warning: str) -> Path:
     assert cache.root not in path.parents
     assert path.parents[2].stat().st_mode & 0o777 == 0o700
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is said once
+        warnings.simplefilter("error")  # the warning comes only once
         assert cache.get_or_build("k" * 40, ".so", build) == path
         assert cache.find("k" * 40, ".so") == path
         assert cache.read("k" * 40, ".so") == b"kernel"
@@ -173,7 +173,7 @@ def test_a_linker_without_room_is_no_error_of_the_kernel(tmp_path: Path):
 
 
 def swap(one: Path, two: Path) -> None:
-    """Exchanges two entries with what vouches for them."""
+    """Exchange two entries together with their checksums."""
     for end in ("", ".sha256"):
         first, second, aside = Path(f"{one}{end}"), Path(f"{two}{end}"), Path(f"{one}.aside")
         first.rename(aside)
@@ -229,14 +229,14 @@ def test_what_is_no_file_makes_room_for_an_entry(tmp_path: Path, left: Callable[
     assert whole.read_bytes() == b"kernel"
     calls = build.calls
     assert KernelCache(tmp_path).get_or_build("k" * 40, ".so", build) == whole
-    assert build.calls == calls  # at the next start it is found
+    assert build.calls == calls  # the next start finds the entry
     cache.update("k" * 40, ".so", lambda content: content + b"2")
     assert KernelCache(tmp_path).read("k" * 40, ".so") == b"kernel2"
 
 
 @pytest.fixture
 def plain_user() -> Iterator[Path]:
-    """This process without the rights of root, and an empty folder of its user."""
+    """Drop root privileges during the test and return an empty folder of the user."""
     user = os.geteuid() or 65534
     folder = Path(tempfile.mkdtemp())
     os.chown(folder, user, -1)
@@ -276,7 +276,7 @@ def test_a_read_only_folder_still_gives_what_it_has(plain_user: Path):
 def test_a_folder_that_others_may_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, level: int
 ):
-    """As keys are by OpenSSH: whoever writes there runs code as this user."""
+    """As OpenSSH refuses such key files: whoever can write there can run code as this user."""
     monkeypatch.setattr(cache_module, "_is_private", lambda group, user: False)
     root = tmp_path / "cache"
     whole = KernelCache(root).get_or_build("k" * 40, ".so", Builder(b"theirs"))
@@ -316,7 +316,7 @@ def test_folders_and_files_are_the_users_own_whatever_the_umask(tmp_path: Path):
 
 
 def test_a_group_of_one_is_its_user(monkeypatch: pytest.MonkeyPatch):
-    """Where umask is 0002, each user has a group of the same name."""
+    """On systems with umask 0002, each user has a private group of the same name."""
     user = SimpleNamespace(pw_name="ann", pw_gid=1000)
     monkeypatch.setattr(cache_module.pwd, "getpwuid", lambda number: user)
     for name, members, private in (

@@ -1,4 +1,4 @@
-"""`check_values` and `sync_kernels`: nothing changes where all is well, and the node is named where it is not."""
+"""`check_values` and `sync_kernels`: good values pass, and the error for a bad value names the node."""
 
 from __future__ import annotations
 

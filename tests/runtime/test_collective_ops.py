@@ -1,4 +1,4 @@
-"""Gathers on the host: right, and under names that the threads of a gloo group may share."""
+"""All-gathers and all-reduces over gloo are right, and do not crash gloo's threads, which share operation names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_collectives_apart_are_torchs():
 
 
 def _gathers() -> None:
-    """Tensors of several dtypes, beside what each rank has."""
+    """Assert that gathers and reductions of tensors of several dtypes equal the results computed from all ranks'
+    inputs."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.int32]
     ours = [[torch.arange(7)[: max(1, torch.Size(size).numel())] + each for size in _GATHERED] for each in range(2)]
@@ -51,7 +52,7 @@ def _gathers() -> None:
     torch.testing.assert_close(_c10d.wait_tensor(one), torch.cat([tensors[0][0], tensors[1][0]]))
 
 
-# gloo's threads copy the names of operations that are short; here that takes so long that another thread comes between.
+# gloo's threads copy short operation names with memcpy; this memcpy is so slow that another thread runs in between.
 _SLOW = r"""
 #include <sys/prctl.h>
 #include <string.h>
@@ -71,7 +72,7 @@ void *memcpy(void *to, const void *from, size_t bytes) {
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="memcpy in x86-64 assembly")
 def test_gathers_in_flight_leave_the_heap_as_it_was(tmp_path: Path):
-    """Without `SAFE_OVER_GLOO` both ranks die: malloc(): unaligned tcache chunk detected."""
+    """Without `SAFE_OVER_GLOO` both ranks abort: malloc(): unaligned tcache chunk detected."""
     source, library = tmp_path / "slow.c", tmp_path / "slow.so"
     source.write_text(_SLOW)
     build = [
@@ -107,7 +108,7 @@ def test_gathers_in_flight_leave_the_heap_as_it_was(tmp_path: Path):
 
 
 def _many_steps() -> None:
-    """Steps of FSDP whose gathers and reductions end beside each other on both of gloo's threads."""
+    """Run FSDP steps whose gathers and reductions end at the same time on both of gloo's threads."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -119,8 +120,9 @@ def _many_steps() -> None:
     for _ in range(12):
         step(torch.randn(4, 16)).sum().backward()
     dist.destroy_process_group()
-    # gloo's threads live on (torch 2.13, in eager programs, too). One of them that lets go of its last tensor while the
-    # interpreter ends asks for the GIL, and CPython ends that thread in a way that aborts the process.
+    # gloo's threads outlive the process group (in torch 2.13, also in eager programs). If one of them releases its last
+    # tensor while the interpreter exits, it requests the GIL, and CPython ends the thread in a way that aborts the
+    # process.
     os._exit(0)
 
 

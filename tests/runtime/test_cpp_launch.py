@@ -1,4 +1,4 @@
-"""From C++ text to a callable: the compiler, its errors, and what is compiled when."""
+"""From C++ source to a callable: the compiler, its errors, and when kernels are compiled."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_kernel_at_fault_is_named_among_others(tmp_path: Path):
 
 
 def with_a_helper(addend: int) -> CppKernel:
-    """A kernel whose text also defines a function that others define differently."""
+    """Return a kernel whose source also defines a function that other kernels define differently."""
     text = f"static float part(float x) {{ return x + {addend}; }}\n"
     text += f'extern "C" void plus_{addend}(float* y, const float* x, long n, long threads) {{\n'
     text += "  for (long i = 0; i < n; ++i) y[i] = part(x[i]);\n}\n"
@@ -162,7 +162,7 @@ def test_ranks_that_start_together_compile_each_kernel_once(tmp_path: Path):
 
 
 def test_one_openmp_runtime_is_loaded(tmp_path: Path):
-    """torch's own: a second one would bring a second pool of threads."""
+    """It must be torch's: a second runtime would have a second pool of threads."""
     load_kernels([kernel(8)], tmp_path)
     maps = Path("/proc/self/maps")
     if not maps.exists():

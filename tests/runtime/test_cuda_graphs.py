@@ -1,4 +1,4 @@
-"""When a part is recorded, replayed and recorded again, and where its arguments and results lie."""
+"""When parts of a graph are recorded, replayed and recorded again, and where their arguments and results are stored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_first_call_runs_the_second_records_later_ones_replay():
 
 
 def test_recordings_go_before_process_groups_do():
-    """NCCL would wait forever for CUDA graphs that hold its launches."""
+    """Otherwise NCCL would wait forever for CUDA graphs that contain its launches."""
     recorder, part = one_part()
     x, w = numbers(1.0, 2.0), numbers(3.0, 4.0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -59,7 +59,7 @@ def test_an_argument_that_stays_is_read_in_place_and_one_that_moves_is_copied():
     recorder, part = one_part()
     w, kept = numbers(3.0, 4.0), []
     for call in range(4):
-        kept.append(torch.full((2,), float(call)))  # all alive: each lies elsewhere
+        kept.append(torch.full((2,), float(call)))  # all stay alive, so each has another address
         assert torch.equal(part([kept[-1], w])[0], call * w)
     assert recorder.recorded == 1
     assert list(part.recording.buffers) == [0]

@@ -1,4 +1,4 @@
-"""Deterministic mode: the same schedule and bits, and torch's switch where the graphs run only."""
+"""Deterministic mode: the same schedule and bits, with torch's deterministic switch on only while graphs run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlapc.runtime.deterministic import deterministic, deterministically
 
 
 class Lookup(nn.Module):
-    """Gradients of an embedding come from atomics, unless determinism is asked for."""
+    """A model with an embedding, whose gradient uses atomics unless deterministic mode is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Lookup(nn.Module):
 
 
 def run(tmp_path: Path, tokens: Tensor, **options: object) -> tuple[list[Tensor], list[str], list[str]]:
-    """(loss and gradients, schedules, sources of estimates) of a compilation from nothing."""
+    """Compile with an empty cache and run; return (loss and gradients, schedules without and with their first line)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Lookup().to(tokens.device)
@@ -42,7 +42,7 @@ def test_two_compilations_give_one_schedule_and_equal_bits(tmp_path: Path):
     second, again, _ = run(tmp_path / "b", tokens, deterministic=True)
     assert schedules == again
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    # Nothing was measured: no profile of this machine was left in the folder.
+    # Nothing was measured: the cache folder has no profile of this machine.
     assert not list(tmp_path.glob("*/profile-*.json"))
     assert "embedding_dense_backward" in schedules[1]
 

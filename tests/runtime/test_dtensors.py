@@ -1,4 +1,4 @@
-"""What AOTAutograd's wrapper guarantees holds without it, for steps that take DTensors (on a fake process group)."""
+"""Steps that take DTensors keep the guarantees of AOTAutograd's wrapper without it (on a fake process group)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture
 def lean(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The plan of each call that ran without AOTAutograd's wrapper."""
+    """Return a list to which every call without AOTAutograd's wrapper appends its plan."""
     return lean_calls(monkeypatch)
 
 
@@ -43,12 +43,12 @@ def mesh() -> DeviceMesh:
 
 
 def parameter(*size: int, on: DeviceMesh, as_: Placement) -> nn.Parameter:
-    """A leaf of that local size."""
+    """Return a leaf DTensor with the given local size."""
     return nn.Parameter(DTensor.from_local(torch.randn(*size), on, [as_], run_check=False))
 
 
 def seen(tensor: Tensor | None) -> Any:
-    """All that there is to know about a tensor, and of what it holds."""
+    """Return comparable metadata and the local values of a DTensor; return other tensors unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     spec = tensor._spec
@@ -66,7 +66,7 @@ def seen(tensor: Tensor | None) -> Any:
 
 
 def expect_same(ours: Any, theirs: Any) -> None:
-    """Equal but for the last bits of numbers."""
+    """Assert that both are equal, up to rounding of tensors."""
     if isinstance(ours, list | tuple):
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
@@ -89,13 +89,13 @@ def test_the_same_as_under_torchs_wrapper(run: Callable[[Compile], Any], lean: l
 
 @scenario
 def gradients_of_sharded_and_replicated_parameters(compile: Compile) -> Any:
-    """The replicated one's are partial sums, as eager's are."""
+    """Gradients of the replicated parameter are partial sums, as in eager."""
     step = compile(lambda x, w, v: ((x @ w) * v).sum().full_tensor())
     on = mesh()
     w, v = parameter(6, 2, on=on, as_=Shard(1)), parameter(8, on=on, as_=Replicate())
     x = DTensor.from_local(torch.randn(3, 6), on, [Replicate()], run_check=False)
     found = []
-    for _ in range(4):  # gradients add up
+    for _ in range(4):  # gradients accumulate
         step(x, w, v).backward()
         found.append((seen(w.grad), seen(v.grad)))
     return found
@@ -118,7 +118,7 @@ def gradients_that_are_partial(compile: Compile) -> Any:
 
 @scenario
 def a_shard_that_is_smaller_than_others(compile: Compile) -> Any:
-    """Ten rows over four ranks, of which this one has three, and the last one."""
+    """Ten rows over four ranks: this rank has three, the last rank one."""
     step = compile(lambda w: w.full_tensor().square().sum() if w.shape[0] == 10 else w.to_local().sum())
     local = torch.randn(3, 5)
     found = []
@@ -127,7 +127,7 @@ def a_shard_that_is_smaller_than_others(compile: Compile) -> Any:
             DTensor.from_local(local, mesh(), [Shard(0)], run_check=False, shape=torch.Size((10, 5)), stride=(5, 1))
         )
         step(w).backward()
-        found.append(seen(w.grad)[:-1])  # the values are the fake process group's
+        found.append(seen(w.grad)[:-1])  # without the values, which the fake process group makes up
     return found
 
 
@@ -212,7 +212,7 @@ def graphs_that_are_kept_and_differentiated_twice(compile: Compile) -> Any:
 
 @scenario
 def an_equal_mesh(compile: Compile) -> Any:
-    """The gradient lies on the mesh of its parameter where AOTAutograd puts it there (torch 2.13)."""
+    """The gradient has its parameter's own mesh object if AOTAutograd uses it (torch 2.13)."""
     step = compile(lambda w: w.to_local().square().sum())
     found = []
     for w in [parameter(4, on=mesh(), as_=Shard(0)) for _ in range(4)]:
@@ -233,7 +233,7 @@ def other_placements_and_sizes(compile: Compile) -> Any:
 
 
 class Product(nn.Module):
-    """A parameter of its own, whose sizes Dynamo takes for constants."""
+    """A module with its own parameter, whose sizes Dynamo treats as constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def activations_of_changing_size(compile: Compile) -> Any:
 
 @scenario
 def inputs_that_change(compile: Compile) -> Any:
-    """A plain buffer, and one that is a DTensor."""
+    """A plain buffer and a DTensor buffer."""
 
     def function(w: Tensor, count: Tensor, total: Tensor) -> Tensor:
         count.add_(1)
@@ -317,7 +317,7 @@ def under_autocast(compile: Compile) -> Any:
 
 
 def losses(step: Callable[..., Tensor], make: Callable[[], Tensor]) -> list[Any]:
-    """Of three calls: the loss and the gradient."""
+    """Return the loss and the gradient of three calls."""
     torch.manual_seed(0)
     found = []
     for _ in range(3):
@@ -374,7 +374,7 @@ def test_saved_tensors_hooks_are_left_to_torch(lean: list[StepPlan]):
 
 
 def test_partial_inputs():
-    """A DTensor that is a sum still to be made goes in as it is."""
+    """A DTensor input may be a partial sum."""
     step = torch.compile(lambda x: x.redistribute(placements=[Replicate()]).to_local().sum(), backend=backend)
     for _ in range(3):
         x = DTensor.from_local(torch.ones(4), mesh(), [Partial()], run_check=False).requires_grad_()

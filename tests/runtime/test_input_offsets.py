@@ -1,4 +1,4 @@
-"""Inputs elsewhere in their memory than those that a step was compiled for."""
+"""Inputs whose storage offsets differ from those that a step was compiled for."""
 
 from __future__ import annotations
 

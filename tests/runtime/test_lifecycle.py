@@ -1,4 +1,4 @@
-"""The lifecycle tracker: silent where memory lives as planned, and an error with the buffer's name where not."""
+"""The lifecycle tracker is silent if memory lives as planned, and otherwise raises an error that names the buffer."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_what_gloo_lets_go_of_a_moment_after_the_wait_is_no_error():
     life.arrived("part", held[0])
     life.started("gather", {}, {"part": held[0]}, ["part"])
     life.waited("part", held[0])
-    worker = threading.Timer(0.05, held.clear)  # as gloo's worker thread, which wakes the waiting thread first
+    worker = threading.Timer(0.05, held.clear)  # like gloo's worker thread, which wakes the waiting thread first
     worker.start()
     life.freed(["part"])
-    assert not held, "the tracker has waited until nobody had the tensor any more"
+    assert not held, "the tracker did not wait until the tensor was released"
     worker.join()
 
 
@@ -75,7 +75,7 @@ def test_fsdp_of_nested_modules_lives_as_planned():
 
 
 def _nested_steps() -> int:
-    """Steps of FSDP over three times Linear, GELU, Linear."""
+    """Run 30 FSDP steps of three blocks (Linear, GELU, Linear); return the number of steps."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)))
     for block in model:
@@ -109,7 +109,7 @@ def test_fresh_and_freed_memory_is_nan():
 
 
 def _in_flight() -> tuple[Lifecycle, dict[str, torch.Tensor]]:
-    """A graph that has put one collective in flight, from `given` to `result`."""
+    """Return a tracker with one collective in flight, from `given` to `result`."""
     life = Lifecycle("g", [])
     tensors = {name: life.allocate(name, (4,), (1,), torch.float32, "cpu", 16) for name in ("given", "result", "other")}
     life.started("gather", {"given": tensors["given"]}, {"result": tensors["result"]}, ["result"])
@@ -175,7 +175,7 @@ def test_views_and_inputs_share_memory_without_being_counted_twice():
     life.arrived("part", base[10:])
     life.arrived("given", x[1:])
     assert life.peak_bytes == 400
-    life.freed(["base", "given"])  # `part` and the caller still have them
+    life.freed(["base", "given"])  # `part` and the caller still hold the memory
     life.returned({"part": base})
 
 

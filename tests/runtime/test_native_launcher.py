@@ -1,4 +1,4 @@
-"""The C launcher against a driver that writes down what it is asked to do."""
+"""The C launcher, tested with a fake CUDA driver that records launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def driver(made: tuple[Any, Driver]) -> Iterator[Driver]:
 
 
 class Fallback:
-    """What the launcher calls where it cannot launch."""
+    """The fallback that the launcher calls when it cannot launch."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -63,7 +63,7 @@ def test_a_call_is_a_launch_of_every_stage(made, driver: Driver):
     assert launch(a, b) is None
     pointers = [a.data_ptr(), b.data_ptr(), 0, 0]
     assert [row[:9] for row in driver.launches()] == [
-        [11, 1003, 5, 128, 64, *pointers],  # the second stage has no programs
+        [11, 1003, 5, 128, 64, *pointers],  # stage 12 has a grid of 0 programs and is not launched
         [13, 1003, 1, 256, 0, *pointers],
     ]
     assert not otherwise.calls

@@ -1,4 +1,4 @@
-"""A step without AOTAutograd's wrapper does what autograd expects of any differentiable function."""
+"""Steps without AOTAutograd's wrapper behave like any differentiable function under autograd."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ranks import values_on_ranks
 
 @pytest.fixture
 def compiled(tmp_path: Path):
-    """A function compiled so that its next call takes the step from the cache."""
+    """Return a function that compiles twice, so that the second compilation takes the step from the cache."""
 
     def compile_warm(function: Any, *inputs: Tensor) -> Any:
         for _ in range(2):
@@ -140,7 +140,7 @@ def test_autocast_is_in_the_graph_and_not_applied_again(compiled):
 
 
 def test_activations_are_freed_during_backward(compiled):
-    """What backward has read must not be held by its caller."""
+    """The caller of backward must not keep tensors alive that backward has read."""
     import weakref
 
     x = leaf(64, 64)
@@ -169,7 +169,7 @@ def test_a_step_that_is_not_kept_runs_without_the_wrapper_too():
     x = leaf(5)
     options = {"warm_start": False, "native": False}
     step = torch.compile(lambda x: x.sin(), backend="overlapc", options=options)
-    step(x).sum().backward()  # compiled now
+    step(x).sum().backward()  # compiles forward and backward
     result = step(x)
     assert type(result.grad_fn).__name__ == "StepBackward"
     x.grad = None
@@ -193,7 +193,7 @@ def test_what_a_no_grad_block_reads_is_not_recorded():
 
 
 def sine() -> Any:
-    """A step of one input and output, without a compiler."""
+    """Return a step with one input and one output, made without a compiler."""
 
     def forward(arguments: list[Any]) -> tuple[Tensor, ...]:
         (x,) = arguments
@@ -208,7 +208,7 @@ def sine() -> Any:
 
 
 def test_under_functorch_dynamo_runs_what_was_written(compiled):
-    """A step does not ask whether functorch is at work: this is why it need not."""
+    """Therefore a step need not check whether a functorch transform is active."""
     x = leaf(5)
     step = compiled(lambda x: x.sin(), x)
     for call in (torch.func.grad(lambda x: step(x).sum()), torch.func.vmap(torch.func.grad(step))):
@@ -218,7 +218,7 @@ def test_under_functorch_dynamo_runs_what_was_written(compiled):
 
 
 def _names_of(result: Tensor) -> set[str]:
-    """Names of all nodes of the graph that leads to `result`."""
+    """Return the names of all nodes of the autograd graph of `result`."""
     found: set[str] = set()
     waiting = [result.grad_fn]
     while waiting:
@@ -242,7 +242,7 @@ def test_hooks_on_saved_tensors_see_what_is_saved():
 
 
 def test_gradients_are_free_once_backward_has_read_them():
-    """In torch 2.13, where the engine hands them over in a list."""
+    """In torch 2.13, where the engine passes them in a list."""
     import weakref
 
     if not hasattr(torch.autograd.function.BackwardCFunction, "apply_boxed"):
@@ -268,7 +268,7 @@ def test_gradients_are_free_once_backward_has_read_them():
 
 @pytest.fixture
 def dynamo_in_another_thread():
-    """A thread that stays in Dynamo's evaluation of frames."""
+    """Run a thread that stays in Dynamo's frame evaluation during the test."""
     inside, done = threading.Event(), threading.Event()
 
     def stay() -> None:
@@ -289,10 +289,10 @@ def dynamo_in_another_thread():
 def test_backward_goes_on_in_the_memory_of_what_forward_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, elsewhere: bool
 ):
-    """And leaves it alone where a second backward, or a hook, still needs it.
+    """But it does not reuse memory that a second backward or a hook still needs.
 
-    elsewhere: while another thread is in Dynamo, which evaluates the frames of all threads then. It also goes on doing
-    so after any compilation in which a backend raised (torch 2.11 to 2.13), which other tests leave behind.
+    elsewhere: another thread is in Dynamo, which then evaluates the frames of all threads. Dynamo also keeps evaluating
+    frames after a compilation in which a backend raised (torch 2.11 to 2.13), as in other tests.
     """
     if elsewhere:
         request.getfixturevalue("dynamo_in_another_thread")
@@ -309,7 +309,7 @@ def test_backward_goes_on_in_the_memory_of_what_forward_saved(
         (grad,) = torch.autograd.grad(result.sum(), x, **options)
         return grad
 
-    torch.testing.assert_close(gradient(step(x)), expected)  # compiled now
+    torch.testing.assert_close(gradient(step(x)), expected)  # compiles
     taken: list[Tensor] = []
     take_over = support.take_over
     monkeypatch.setattr(support, "take_over", lambda source, *form: taken.append(source) or take_over(source, *form))
@@ -330,7 +330,7 @@ def test_backward_goes_on_in_the_memory_of_what_forward_saved(
 
 @pytest.mark.parametrize("evaluates", [None, False], ids=["Python", "Dynamo"])
 def test_what_python_holds_is_counted_whoever_evaluates_frames(evaluates: bool | None):
-    """Dynamo's evaluation of frames holds one more reference to what is passed."""
+    """Dynamo's frame evaluation holds one more reference to arguments."""
 
     def call(kept: list[Tensor], keep: bool) -> bool:
         source = torch.empty(4)
@@ -348,7 +348,7 @@ def test_what_python_holds_is_counted_whoever_evaluates_frames(evaluates: bool |
 
 
 def test_the_frame_evaluator_changes_hands_without_losing_references():
-    """What backward does, on its own thread as on a GPU."""
+    """As in backward, which on a GPU runs on its own thread."""
 
     def callback(*_: object) -> None:
         """Never called: no frame is entered while it is set."""
@@ -374,7 +374,7 @@ def test_what_a_collectives_thread_holds_is_not_taken_over_while_it_writes():
 
 
 def _taking_over_what_arrived() -> list[bool]:
-    """Whether each gathered tensor's memory was taken over; what is then written there stays."""
+    """Return, for each gathered tensor, whether its memory was reused; assert that writes to that memory persist."""
     group, taken = dist.group.WORLD.group_name, []
     for number in range(200):
         arrived = gloo_all_gather(torch.full((1000,), float(number)), 2, group)
@@ -392,7 +392,7 @@ def _taking_over_what_arrived() -> list[bool]:
 
 @pytest.mark.parametrize("wrapper", ["python", "fx"])
 def test_results_may_be_changed_in_place(wrapper: str):
-    """The result of a linear layer is its product under another shape: a view, but not to the user."""
+    """The result of a linear layer is a view of the matrix product, but must not appear as a view to the user."""
     x, weight = leaf(2, 3, 4), leaf(4, 4)
     options = {"warm_start": False, "native": False, "wrapper": wrapper}
     step = torch.compile(torch.nn.functional.linear, backend="overlapc", options=options)
@@ -403,7 +403,7 @@ def test_results_may_be_changed_in_place(wrapper: str):
 
 
 def test_compiled_autograd_traces_what_it_knows(tmp_path: Path):
-    """Also where an ordinary process has kept the step."""
+    """Also if an earlier compilation without compiled autograd has cached the step."""
     x, weight = torch.randn(4, 4), leaf(4, 4)
 
     def train(x: Tensor) -> Tensor:
@@ -427,7 +427,7 @@ def test_compiled_autograd_traces_what_it_knows(tmp_path: Path):
 
 @pytest.mark.parametrize("where", ["inside", "outside", "nowhere"])
 def test_tensors_that_hold_others_keep_torchs_wrapper(where: str):
-    """torch 2.11 tells the compiler of a DTensor's graph nothing of the DTensors."""
+    """torch 2.11 does not tell a backend which graphs involve DTensors."""
     captured: list[bool] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What AOTAutograd's wrapper guarantees holds without it, for steps of plain tensors."""
+"""Steps of plain tensors keep the guarantees of AOTAutograd's wrapper without it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def scenario(function: Callable[[Compile], Any]) -> Callable[[Compile], Any]:
 
 
 def marks(result: Tensor) -> list[list[int]]:
-    """The dims that Dynamo is told of."""
+    """Return the dims of `result` that are marked for Dynamo."""
     return [sorted(each) for each in vars(result).values()]
 
 
 @pytest.fixture
 def lean(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The plan of each call that ran without AOTAutograd's wrapper."""
+    """Return a list to which every call without AOTAutograd's wrapper appends its plan."""
     return lean_calls(monkeypatch)
 
 
@@ -48,7 +48,7 @@ def test_the_same_as_under_torchs_wrapper(run: Callable[[Compile], Any], lean: l
 
 @scenario
 def what_a_call_gives_may_be_changed_in_place(compile: Compile) -> Any:
-    """torch's own `as_strided_scatter` gives a view of its copy."""
+    """torch's own `as_strided_scatter` returns a view of its copy."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.sin(), torch.as_strided_scatter(x, x[:2] * 2, (2,), (1,), 1)
@@ -84,7 +84,7 @@ def versions_of_changed_inputs_go_up(compile: Compile) -> Any:
 
 @scenario
 def a_change_after_forward_is_seen_by_backward(compile: Compile) -> Any:
-    """And the change that forward itself makes is not taken for one."""
+    """But forward's own change of an input is not an error in backward."""
 
     def function(x: Tensor, count: Tensor) -> Tensor:
         count.mul_(2)
@@ -245,7 +245,7 @@ def backward_under_a_transform(compile: Compile) -> Any:
 
 @scenario
 def outputs_that_are_views_inside(compile: Compile) -> Any:
-    """The user may change them in place, and has their gradients all the same."""
+    """The user may change such outputs in place, and gradients are still right."""
     step, x, weight = compile(F.linear), leaf(2, 3, 4), leaf(5, 4)
     seen = []
     for _ in range(3):
@@ -281,7 +281,7 @@ def sizes_that_change(compile: Compile) -> Any:
     for rows in (3, 4, 7, 5):
         x, y = leaf(rows, 4), leaf(rows, 4)
         first, second = step(x, y)
-        # The second has no gradient at first; then the first has one in another layout.
+        # In turn: only the first output has a gradient; both have one, the first in another layout.
         if rows % 2:
             first.sum().backward()
         else:
@@ -330,7 +330,7 @@ def an_input_of_changing_size_that_changes(compile: Compile) -> Any:
 
 
 def test_inputs_that_overlap_are_left_to_torch(lean: list[StepPlan]):
-    """Of two views of one memory AOTAutograd makes one, if one of them changes."""
+    """If two inputs are views of one memory and one of them changes, AOTAutograd replaces both by their base."""
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)

@@ -1,4 +1,4 @@
-"""Arguments are looked at all at once, and no less closely than one by one."""
+"""Checking all arguments at once (`Layouts`) is as strict as checking each argument."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_no_tensor_is_held():
 
 
 def test_a_wrong_layout_is_an_error_after_right_ones():
-    """Dynamo's guards look first, so a compiled graph is called here without it."""
+    """Dynamo's guards would notice the change first, so this test calls the compiled graph without Dynamo."""
     graphs = []
 
     def capture(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> object:

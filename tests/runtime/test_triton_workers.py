@@ -1,4 +1,4 @@
-"""Triton kernels compile in worker processes, and are kept for the launching one. Needs no GPU."""
+"""Triton kernels are compiled in worker processes and cached for the launching process. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def stages(source: KernelSource, cache: Path, variant: Variant | None = None) ->
 
 
 def three(cache: Path) -> dict[str, CubinRequest]:
-    """Kernels that differ in their size."""
+    """Return compile requests of three kernels that differ in size."""
     return {each.key: each for size in (1000, 2048, 4096 * 4096) for each in stages(source_of(size), cache)}
 
 
 @pytest.fixture
 def compiled_here() -> Iterator[list[bool]]:
-    """Of each kernel that this process asks Triton for: whether it had to be compiled."""
+    """Return a list that records, for each kernel that this process requests from Triton, whether it was compiled."""
     seen: list[bool] = []
 
     def listen(*, cache_hit: bool, **rest: object) -> None:
@@ -49,7 +49,7 @@ def compiled_here() -> Iterator[list[bool]]:
 
 @pytest.fixture
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process may have workers, whatever the machine's cores."""
+    """Let this process use two workers, whatever the number of cores."""
     monkeypatch.setattr(triton_workers, "_count", lambda: 2)
     yield
     triton_workers._shared.close()
@@ -63,7 +63,7 @@ def test_workers_compile_what_the_launcher_then_finds(tmp_path: Path, compiled_h
         assert cubin.read_bytes().startswith(ELF)
         assert binary.entry.encode() in cubin.read_bytes()
         assert binary.warps == each.stage.num_warps
-    assert compiled_here == []  # Triton was not even asked
+    assert compiled_here == []  # this process did not request kernels from Triton
 
 
 def test_what_a_worker_refuses_the_launcher_compiles_and_explains(tmp_path: Path, two_workers: None):
@@ -94,7 +94,7 @@ def test_what_was_compiled_before_needs_no_workers(tmp_path: Path, two_workers: 
         each.obtain(tmp_path)
     compile_ahead(kernels, tmp_path)
     assert not triton_workers._shared.running
-    assert not triton_workers.worth_it(2)  # they would start for longer than they work
+    assert not triton_workers.worth_it(2)  # starting workers would take longer than compiling
     assert triton_workers.worth_it(3)
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_entry_is_compiled_again(tmp_path: Path):
     whole = cubin.read_bytes()
     for damage in (lambda: cubin.write_bytes(whole[:100]), lambda: cubin.with_suffix(".json").write_text("{")):
         damage()
-        triton_binary._entries.cache_clear()  # a process checks an entry once: this is the next one
+        triton_binary._entries.cache_clear()  # simulates a new process, as a process checks an entry only once
         assert each.find(tmp_path) is None
         assert each.obtain(tmp_path) == (binary, cubin)
         assert cubin.read_bytes() == whole

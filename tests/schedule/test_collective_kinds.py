@@ -1,4 +1,4 @@
-"""The table of collectives: what others derive from it, and what a queue of its own means to the simulator."""
+"""The table of collectives, what is derived from it, and how the simulator treats copies as a separate queue."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What stays of a schedule that is given gathered tensors."""
+"""Which nodes remain in a schedule that receives gathered tensors as inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.graphs import schedules
 
 
 def read_from_the_end(schedule: Schedule, launches: Collection[str]) -> list[int]:
-    """The definition: every node that something reads which stays, or that does more than write what it makes."""
+    """Return the nodes that remain, by definition: nodes whose results are read, and nodes that must run anyway."""
     gone = {at for pair in schedule.started.items() if schedule.nodes[pair[1]].name in launches for at in pair}
     read = set(schedule.outputs)
     left = []

@@ -69,7 +69,7 @@ def test_outputs_are_never_freed_and_the_peak_has_a_place():
 @given(schedules(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_moves_give_what_recomputing_gives(schedule, data):
-    """After every legal move of a block, live bytes and peak are those of a fresh analysis."""
+    """After every valid move of a block, live bytes and peak equal those of a new analysis."""
     timeline = MemoryTimeline(schedule)
     deps = dependencies.of(schedule)
     count = len(schedule.nodes)

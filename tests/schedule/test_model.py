@@ -91,7 +91,7 @@ def test_a_reordered_schedule_knows_what_a_new_one_would(schedule, data):
 
 
 def test_a_node_that_was_replaced_is_looked_at_again():
-    """What is known of the order that a schedule came from is taken over only where its nodes are the same."""
+    """Cached answers of the schedule before the reordering are used only for nodes that did not change."""
     schedule = parse("g = all_gather(p) @dp; h = all_gather(q) @tp; w = wait(g); y = kernel(w)")
     moved = schedule.replace_order(["h", "g", "w", "y"])
     assert moved.start_of("w").name == "g"

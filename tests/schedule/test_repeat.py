@@ -1,4 +1,4 @@
-"""Schedules of many layers, written from those of few."""
+"""Schedules of many layers, extrapolated from schedules of few layers."""
 
 from dataclasses import replace
 
@@ -10,8 +10,11 @@ from overlapc.schedule.text import parse
 
 
 def step(layers, *, time_of=lambda layer: "20us", wide=0):
-    """Forward and backward of so many layers in one: what is saved is an input twice over, backward goes the other way,
-    and its names count on from those of forward."""
+    """Return a schedule with forward and backward of `layers` layers.
+
+    There are two parameters and one saved input per layer, backward runs in reverse order, and its names continue the
+    numbering of forward.
+    """
     lines = ["schedule step", "x = input : 1MiB"]
     lines += [f"p_{at} = input : 8MiB" for at in range(2 * layers)]
     lines += [f"saved_{at} = input freeable : 2MiB" for at in range(layers)]

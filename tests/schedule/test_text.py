@@ -89,7 +89,7 @@ def test_what_a_text_leaves_out():
     for name, buffer in schedule.buffers.items():
         assert buffer == Buffer(name, sizes.get(name, 0), aliases.get(name), is_input=name == "x")
     assert schedule.node("full").kind is Kind.START
-    assert schedule.node("scattered").comm.bytes == 8192  # of the storage behind what it reads
+    assert schedule.node("scattered").comm.bytes == 8192  # the storage of its input
     assert [node.name for node in schedule.nodes[-2:]] == ["schedule", "return"]
     assert (schedule.outputs, schedule.budget_bytes) == ((), None)
     assert parse("schedule budget=4KiB").budget_bytes == 4096

@@ -1,4 +1,4 @@
-"""The code of docs/TRAINERS.md, as the tests of each trainer run it."""
+"""Extracts the code of docs/TRAINERS.md for the tests of each trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "TRAINERS.md"
 
 
 def recipe(heading: str) -> dict[str, Any]:
-    """What the code under `## heading` defines."""
+    """Run the code under `## heading` and return the names that it defines."""
     sections = dict(part.split("\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
     (code,) = re.findall(r"^```python\n(.*?)^```", sections[heading], re.MULTILINE | re.DOTALL)
     namespace: dict[str, Any] = {}
@@ -23,10 +23,10 @@ def recipe(heading: str) -> dict[str, Any]:
 
 
 def furthest(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest difference of two runs' losses, of which there are as many."""
+    """Return the largest difference of the losses of two runs, which must have equally many."""
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skips where it is not installed, without importing it here: ranks do, and it takes seconds."""
+    """Skip if `package` is not installed; does not import it, which takes seconds (ranks import it)."""
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")

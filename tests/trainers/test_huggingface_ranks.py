@@ -1,4 +1,5 @@
-"""accelerate and Hugging Face's Trainer with FSDP2 on two ranks: the recipes of docs/TRAINERS.md beside plain runs."""
+"""accelerate and Hugging Face's Trainer with FSDP2 on two ranks: the recipes of docs/TRAINERS.md compared with plain
+runs."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def samples(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def shard_on_cpus() -> None:
-    """Begin anew, and let accelerate take its ranks for GPUs: it uses FSDP on these only."""
+    """Reset accelerate's state, and make it treat CPU ranks as GPUs, because it uses FSDP only on GPUs."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType
@@ -57,7 +58,10 @@ HOW = {
 
 
 def with_accelerate(ours: bool, folder: Path, resume: bool, precision: str = "no") -> dict[str, Any]:
-    """Accumulation, clipping, a checkpoint after half of the steps; with `resume` only the second half, from it."""
+    """Train with accumulation, clipping and a checkpoint after half of the steps.
+
+    resume: load that checkpoint and run only the second half.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     shard_on_cpus()
@@ -93,7 +97,7 @@ def with_accelerate(ours: bool, folder: Path, resume: bool, precision: str = "no
 
 
 def with_trainer(ours: bool, folder: Path, resume: bool, precision: str = "no") -> dict[str, Any]:
-    """Hugging Face's Trainer, which changes the loss in place; `resume` as above."""
+    """Train with Hugging Face's Trainer, which changes the loss in place; `resume` as above."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -102,7 +106,7 @@ def with_trainer(ours: bool, folder: Path, resume: bool, precision: str = "no") 
         bf16=precision == "bf16", fsdp=True, dataloader_pin_memory=False,
         fsdp_config={"version": 2, **HOW},
     )  # fmt: skip
-    shard_on_cpus()  # now: the arguments begin anew themselves
+    shard_on_cpus()  # only now, because TrainingArguments resets the state itself
     callbacks = [recipe("Hugging Face Trainer")["Overlapc"]()] if ours else []
     trainer = Trainer(llama(), arguments, train_dataset=samples(STEPS * MICRO * ROWS * 2), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}") if resume else None)
@@ -110,7 +114,7 @@ def with_trainer(ours: bool, folder: Path, resume: bool, precision: str = "no") 
     return {"losses": [log["loss"] for log in logs], "norms": [log["grad_norm"] for log in logs]}
 
 
-# What trains, its mixed precision, and how far losses and norms of gradients may be from those without us.
+# Training function, mixed precision, and tolerance of losses and gradient norms against runs without overlapc.
 CASES = {"accelerate": (with_accelerate, "bf16", 2e-2), "trainer": (with_trainer, "no", 1e-4)}
 
 
@@ -131,7 +135,7 @@ def prepare() -> None:
     from transformers import LlamaForCausalLM, Trainer
 
     assert LlamaForCausalLM
-    assert Trainer  # which imports accelerate
+    assert Trainer  # importing it also imports accelerate
 
 
 @pytest.fixture(scope="module")

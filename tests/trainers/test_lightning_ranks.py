@@ -1,4 +1,4 @@
-"""Lightning Fabric's ModelParallelStrategy on two ranks: the recipe of docs/TRAINERS.md beside a plain run."""
+"""Lightning Fabric's ModelParallelStrategy on two ranks: the recipe of docs/TRAINERS.md compared with a plain run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def train(ours: bool, folder: Path, resume: bool) -> dict[str, list[float]]:
-    """Accumulation, clipping, a checkpoint after half of the steps; with `resume` only the second half, from it."""
+    """Train with accumulation, clipping and a checkpoint after half of the steps.
+
+    resume: load that checkpoint and run only the second half.
+    """
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -90,4 +93,4 @@ def test_ten_steps_are_those_of_fabric_without_us(tmp_path: Path):
         assert ours["collectives"] > 0
         assert furthest(ours["losses"], theirs["losses"]) < 1e-4
         assert furthest(resumed["losses"], ours["losses"][STEPS * MICRO // 2 :]) < 1e-4
-        assert not any(ours["unsynced"]), "a micro-batch that was not to be reduced was"
+        assert not any(ours["unsynced"]), "gradients of a micro-batch under no_backward_sync were reduced"

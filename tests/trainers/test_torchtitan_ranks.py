@@ -1,4 +1,4 @@
-"""torchtitan on CPU ranks: the recipe of docs/TRAINERS.md beside a plain run.
+"""torchtitan on CPU ranks: the recipe of docs/TRAINERS.md compared with a plain run.
 
 Two layers of Llama with selective checkpointing, the chunked loss, bf16 and clipping, as torchtitan configures them.
 """
@@ -73,6 +73,6 @@ def test_torchtitan_goes_on_from_its_checkpoint(outcomes: list[dict[tuple[str, s
 
 
 def test_a_traced_graphs_collectives_share_launches(outcomes: list[dict[tuple[str, str], Any]]):
-    """Two layers of nine parameters, an embedding, a norm and a head: 21 gathers and reductions, bucket by bucket."""
+    """The collectives of the 21 parameters (two layers of nine, an embedding, a norm and a head) are bucketed."""
     for outcome in outcomes:
         assert outcome[TRACED, "ours"]["collectives"] < 21

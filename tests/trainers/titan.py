@@ -1,4 +1,4 @@
-"""torchtitan on CPU ranks over gloo: a small Llama, random tokens, and what torchtitan asks of a device module."""
+"""torchtitan on CPU ranks over gloo: a small Llama, random tokens, and the device module that torchtitan needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY, LENGTH, ROWS = 64, 16, 2
 
 @functools.cache
 def on_cpus() -> None:
-    """Before torchtitan is imported: it takes its device from torch, and has none for the CPU."""
+    """Import torchtitan with a fake device module, because it takes its device from torch and does not know the CPU."""
     names = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
     device: Any = SimpleNamespace(**dict.fromkeys(names, lambda *args: None))
     device.device_count = lambda: 1
@@ -35,13 +35,14 @@ def on_cpus() -> None:
         import torchtitan.tools.utils
     import torchtitan.trainer
 
-    torchtitan.trainer.dist_utils.set_pg_timeouts = lambda *args, **kwargs: None  # a barrier that gloo has not
+    torchtitan.trainer.dist_utils.set_pg_timeouts = lambda *args, **kwargs: None  # its barrier does not exist in gloo
 
 
 def configured(folder: str, *, resume: bool = False, steps: int = 10, accumulate: int = 1, **parallelism: Any) -> Any:
-    """A Trainer.Config of two layers: selective checkpointing, chunked loss, bf16, a checkpoint after half of `steps`.
+    """Return a Trainer.Config of a model of two layers with selective checkpointing, chunked loss, bf16, and a
+    checkpoint after half of `steps`.
 
-    resume: from that checkpoint. accumulate: micro-batches a step.
+    resume: continue from that checkpoint. accumulate: micro-batches per step.
     """
     on_cpus()
     from torchtitan.components.checkpointer import CheckpointManager
@@ -69,7 +70,7 @@ def configured(folder: str, *, resume: bool = False, steps: int = 10, accumulate
         model = parallelize_llama(model, **how)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other sums
+                module.set_force_sum_reduction_for_comms(True)  # gloo supports no averages or premultiplied sums
         return model
 
     dim, heads = 32, 4
@@ -80,7 +81,7 @@ def configured(folder: str, *, resume: bool = False, steps: int = 10, accumulate
         rope=ComplexRoPE.Config(dim=dim // heads, max_seq_len=LENGTH, theta=500000),
     )  # fmt: skip
     for layer in layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the other ones have no eager CPU kernel
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others have no eager CPU kernel
     spec.model = Llama3Model.Config(
         dim=dim, vocab_size=VOCABULARY, layers=layers,
         tok_embeddings=Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=dim, param_init=_EMBEDDING_INIT),
@@ -149,7 +150,7 @@ def configured(folder: str, *, resume: bool = False, steps: int = 10, accumulate
 
 
 def traced(config: Any, pipeline: str) -> Any:
-    """`config` for torchtitan's graph_trainer, with the pass pipeline of that name; none for an empty one."""
+    """Return `config` for torchtitan's graph_trainer, with the pass pipeline `pipeline`, or no passes if it is ""."""
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
     from torchtitan.experiments.graph_trainer.llama3 import model_registry
 
@@ -159,7 +160,7 @@ def traced(config: Any, pipeline: str) -> Any:
 
 
 def train(config: Any) -> list[tuple[float, float]]:
-    """(loss, norm of gradients) of each step, as torchtitan logs them."""
+    """Train and return the (loss, gradient norm) that torchtitan logs for each step."""
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     logged: list[tuple[float, float]] = []
     trainer = config.build()

@@ -1,4 +1,4 @@
-"""What kept work is found by: whatever would make another program of a graph makes another key of it."""
+"""Cache keys: everything that changes the program compiled from a graph changes its key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = torch.ones(4, 6)
 
 
 def key(function: Callable[..., Any], *inputs: Tensor) -> str:
-    """Of the graph of ATen ops."""
+    """Return the cache key of the function's graph of ATen ops."""
     return graph_key(make_fx(function, tracing_mode="fake")(*inputs))
 
 
@@ -31,7 +31,7 @@ def _plus(x: Tensor, number: float) -> Tensor:
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
 def test_a_number_that_a_program_wrote_is_part_of_it(mode: Callable[[], contextlib.AbstractContextManager[Any]]):
-    """`x[0] = 2` holds a real tensor of a 2; graphs are compiled under a fake mode, which reads none."""
+    """`x[0] = 2` puts a real tensor with the value 2 into the graph; under a fake mode its value cannot be read."""
     graphs = [make_fx(partial(_plus, number=number))(X) for number in (2.0, 3.0, 2.0)]
     with mode():
         two, three, again = (graph_key(each) for each in graphs)
@@ -98,12 +98,12 @@ def test_what_a_graph_carries_counts_by_its_form_and_what_has_none_is_refused():
 
 
 def test_a_number_that_a_graph_carries_counts_by_its_value():
-    # Kernels for other devices have it as a constant, so a kept graph would compute with the number of another one.
+    # Kernels for other devices contain the number as a constant, so a cached graph is valid for this number only.
     assert key(lambda x: x * torch.tensor(0.5), X) != key(lambda x: x * torch.tensor(0.25), X)
 
 
 def user_key(inputs: list[Any], function: Callable[..., Any] = torch.add, **kwargs: Any) -> str:
-    """Of a graph as Dynamo captures it: one call."""
+    """Return the cache key of a graph of one call, as Dynamo captures it."""
     graph = fx.Graph()
     taken = [graph.placeholder(f"x{at}") for at in range(len(inputs))]
     graph.output(graph.call_function(function, (*taken,), kwargs))
@@ -117,7 +117,7 @@ def test_a_step_is_kept_by_what_its_inputs_are():
         [two[:4], two[4:]],  # views of one memory
         [torch.ones(4), nn.Parameter(torch.ones(4))],
         [torch.ones(4), torch.ones(4, requires_grad=True)],
-        [torch.ones(4), torch.ones(4, requires_grad=True) * 1],  # no leaf
+        [torch.ones(4), torch.ones(4, requires_grad=True) * 1],  # not a leaf
         [torch.ones(4), two[::2]],
         [torch.ones(4), torch.ones(4).bfloat16()],
     ]
@@ -164,7 +164,7 @@ def test_what_the_graph_does_not_say_is_not_kept(inputs: list[Any], function: Ca
 
 
 def setting(set_to: Callable[[Any], None], value: Any, before: Any) -> contextlib.AbstractContextManager[None]:
-    """A switch that torch has no context for."""
+    """Return a context for a switch of torch that has no context manager."""
 
     @contextlib.contextmanager
     def switched() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""torch keeps what Dynamo captured, we keep the step: a later process traces nothing. Real processes."""
+"""torch caches what Dynamo captured and overlapc caches the step, so a later process traces nothing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_second_process_neither_traces_nor_compiles(first: tuple[Path, dict[
 
 def test_in_another_environment_it_is_traced_and_compiled_again(first: tuple[Path, dict[str, float]], tmp_path: Path):
     folder, cold = first
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)  # what is traced anew takes the place of what was kept
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)  # a copy, because the new trace replaces the cached one
     threads = "1" if torch.get_num_threads() > 1 else "2"
     again = run(tmp_path, OMP_NUM_THREADS=threads)
     assert (again["captured"], again["compiled"], again["kept"]) == (1, 2, 0)
@@ -86,7 +86,7 @@ def test_in_another_environment_it_is_traced_and_compiled_again(first: tuple[Pat
 
 
 def test_another_function_behind_a_global_name_is_traced_again(first: tuple[Path, dict[str, float]], tmp_path: Path):
-    """torch drops the guard that says which function the name stands for."""
+    """torch drops the guard on the function that the global name refers to."""
     shutil.copytree(first[0], tmp_path, dirs_exist_ok=True)
     again = run(tmp_path, ACTIVATION="tanh")
     assert (again["captured"], again["compiled"], again["kept"]) == (1, 2, 0)
@@ -95,7 +95,7 @@ def test_another_function_behind_a_global_name_is_traced_again(first: tuple[Path
 
 
 def test_where_a_kept_guard_fails_dynamo_traces_beside_it(first: tuple[Path, dict[str, float]], tmp_path: Path):
-    """The first names that Dynamo would make up are those of the kept trace, which lie in the module already."""
+    """The first names that Dynamo would generate are already in the module, from the cached trace."""
     shutil.copytree(first[0], tmp_path, dirs_exist_ok=True)
     again = run(tmp_path, SCALE="2")
     assert (again["captured"], again["compiled"], again["kept"]) == (1, 2, 1)
@@ -121,7 +121,7 @@ def test_a_trace_that_depends_on_an_object_of_the_model_is_not_kept(tmp_path: Pa
 
 
 def test_a_step_that_is_gone_says_so(tmp_path: Path):
-    config = Config.of({"cache_dir": tmp_path, "profile": "cpu-gloo"})  # options by variables included
+    config = Config.of({"cache_dir": tmp_path, "profile": "cpu-gloo"})  # includes options set by variables
     kept = CachedStepKey("0" * 40, environment_of(config, ("cpu",)), config, None, ("cpu",))
     with pytest.raises(CachedStepMissing, match="no longer in the cache"):
         pickle.loads(pickle.dumps(StepArtifact(key="__compiled_fn_1", content=kept)))

@@ -1,4 +1,4 @@
-"""What torch keeps no guard of is compared by name. Guards come from Dynamo itself."""
+"""Objects for which torch stores no guard are compared by name; the guards in these tests come from Dynamo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ limit: Any = object()
 
 
 def guards_of(function: Callable[..., Any], *inputs: Any) -> list[Guard]:
-    """Those that Dynamo has when it calls a backend, once they are built."""
+    """Return Dynamo's guards of `function` at the time when it calls the backend, after they were built."""
     found: list[Guard] = []
 
     def backend(gm: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What an earlier compilation left is found, used, and never trusted further than it can be."""
+"""Warm starts: cached graphs and steps are found, used, and verified."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 def step(model: nn.Module, cache: Path, x: Tensor, **options: Any) -> tuple[list[Tensor], dict[str, int]]:
-    """(loss and gradients of one compiled step, what was counted), as in a process that starts now."""
+    """Compile as in a new process and run one step; return (loss and gradients, increase of the counters)."""
     torch._dynamo.reset()
     before = {name: counted(name) for name in COUNTERS}
     model.zero_grad(set_to_none=True)
@@ -136,7 +136,7 @@ def test_a_damaged_entry_is_compiled_again(block, tmp_path: Path, kind: str, dam
         entry.write_bytes(entry.read_bytes()[:-20])
     elif damage == "gone":
         entry.unlink()
-    else:  # whole by its checksum, but not what we write
+    else:  # a valid checksum, but not an entry that overlapc writes
         entry.write_text("{}")
         entry.with_name(f"{entry.name}.sha256").write_text(KernelCache(tmp_path, kind)._checksum(entry, b"{}"))
     again, counts = step(model, tmp_path, x)
@@ -146,7 +146,8 @@ def test_a_damaged_entry_is_compiled_again(block, tmp_path: Path, kind: str, dam
 
 
 class Stateful(nn.Module):
-    """Changes a buffer. `adds_up`: and another by what has a gradient, as no plain step may."""
+    """Changes a buffer; with `adds_up` it also adds the loss, which requires a gradient, to another buffer. That step
+    cannot be cached."""
 
     def __init__(self, *, adds_up: bool) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ def test_tensors_that_a_graph_carries_are_this_process_own(tmp_path: Path):
 
 
 def test_passes_of_somebody_else_cannot_be_kept_by_name_either():
-    """Their code is not in the key: after a change, the graph of before would be found."""
+    """Their code is not part of the key, so after a change of a pass, the old graph would be found."""
     environment_key(Config.of({"passes": "bucket,sink_waits"}))
     register_pass("somebody_elses")(lambda schedule, ctx: (schedule, PassReport("somebody_elses")))
     for passes in ("bucket,somebody_elses", "tests.passes.test_base:renaming"):
@@ -230,7 +231,7 @@ def test_stored_values_come_back_equal():
 
 @pytest.mark.parametrize("kind", ["graphs", "steps", "kernels"])
 def test_entries_that_changed_places_do_not_run(tmp_path: Path, kind: str):
-    """Each program would compute the other's numbers: an entry vouches for its name, too."""
+    """Each program would compute the other's numbers. The checksum of an entry therefore includes its name."""
     programs = [lambda x: x.sin() + 1, lambda x: x.cos() * 2 + x.tan()]
     options = {"cache_dir": str(tmp_path), "warm_start": True, "profile": "cpu-gloo"}
     x = torch.linspace(0, 1, 64)

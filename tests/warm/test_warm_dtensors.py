@@ -1,4 +1,4 @@
-"""Steps that take DTensors are found on disk as a whole, and give what they gave where they were compiled."""
+"""Steps that take DTensors are found on disk as a whole, and give the same results as when they were compiled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def block(**how: Any) -> nn.Module:
 
 
 def start(model: nn.Module, cache: Path) -> tuple[list[Any], int]:
-    """(loss and all there is to know of the gradients, of two steps; steps found), as in a process that starts now."""
+    """Compile as in a new process and run two steps; return (losses, values and metadata of gradients; steps found)."""
     torch._dynamo.reset()
     before = counted("steps_from_cache")
     options = {"cache_dir": str(cache), "warm_start": True, "profile": "cpu-gloo", "rank_check": False}
@@ -62,11 +62,11 @@ def test_a_second_start_finds_the_step_and_its_gradients_are_the_same(tmp_path: 
         model = block()
         cold, found = start(model, tmp_path)
         assert not found
-        assert cold.count(None) == 2  # what is frozen has no gradient
+        assert cold.count(None) == 2  # the frozen parameter has no gradient
         warm, found = start(model, tmp_path)
         assert found == 1
         assert warm == cold
-        assert start(block(), tmp_path)[1] == 1  # a model made anew, whose parameters have other keys
+        assert start(block(), tmp_path)[1] == 1  # a new model, whose parameters have other keys
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranks that start warm beside ranks that start cold: nobody hangs, and all run the same order."""
+"""Ranks that start warm together with ranks that start cold do not hang, and all run the same order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ COUNTERS = ("graph_compiles", "kernel_compiles", "graph_cache_hits", "graphs", "
 
 
 def starts(root: str, transport: str, device: str = "cpu") -> list[dict[str, Any]]:
-    """One training step in each of four starts: cold, warm, warm on rank 0 only, and warm again."""
+    """Compile and train in four starts: cold, warm, warm on rank 0 only, and warm again."""
     from overlapc.launch.llama import Llama, LlamaConfig
 
     rank = dist.get_rank()
-    cache = Path(root) / str(rank)  # of its own, as on another host
+    cache = Path(root) / str(rank)  # one per rank, as on different hosts
     mesh = dist.device_mesh.init_device_mesh(device, (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = Llama(replace(LlamaConfig.tiny(), layers=1)).to(device)
@@ -39,7 +39,7 @@ def starts(root: str, transport: str, device: str = "cpu") -> list[dict[str, Any
         before = {name: counted(name) for name in COUNTERS}
         options = {"cache_dir": str(cache), "warm_start": True, "rank_timeout": 60, "transport": transport}
         compiled = torch.compile(model, backend="overlapc", options=options)
-        for _ in range(2):  # the first step runs as it was compiled, the second without AOTAutograd's wrapper
+        for _ in range(2):  # the first step runs in AOTAutograd's wrapper, the second without it
             model.zero_grad(set_to_none=True)
             loss = compiled(tokens, tokens)
             loss.backward()
@@ -55,7 +55,7 @@ def test_ranks_take_kept_graphs_together_or_not_at_all(transport: str, tmp_path:
 
 
 def check_starts(outcomes: list[list[dict[str, Any]]]) -> None:
-    """outcomes: of `starts`."""
+    """Assert the outcomes of `starts`."""
     first, second = outcomes
     for seen in (first, second):
         cold, warm, mixed, again = seen
@@ -67,12 +67,12 @@ def check_starts(outcomes: list[list[dict[str, Any]]]) -> None:
         for start in (warm, mixed, again):
             assert start["loss"] == cold["loss"]
             assert all(torch.equal(a, b) for a, b in zip(start["grads"], cold["grads"], strict=True))
-    assert first[2]["graph_cache_hits"] == 2  # compiled beside rank 1, though it had them
+    assert first[2]["graph_cache_hits"] == 2  # rank 0 found the graphs, but compiled together with rank 1
     assert second[2]["graph_compiles"] == 2
 
 
 def divided_start(root: str) -> dict[str, Any]:
-    """A training step by four ranks, as if on two hosts: groups are divided within and across these."""
+    """Run a training step on four ranks as if on two hosts, with groups divided within and across hosts."""
     torch.set_num_threads(1)
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""copy_stream.c with a CUDA driver that writes down what it is asked to do."""
+"""copy_stream.c, tested with a fake CUDA driver that records calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MAIN, OWN, CURRENT = 11, 12, 13  # streams
 
 
 class Driver:
-    """The library, and what was asked of it since `begin`."""
+    """The fake driver, and the calls since `begin`."""
 
     def __init__(self, folder: Path) -> None:
         source, self.path = folder / "driver.cpp", folder / "libdriver.so"

@@ -1,4 +1,5 @@
-"""Slots: reused as soon as every rank has let go, never before. Each rule of `check` is broken once, and is noticed."""
+"""Slots of a pool are reused as soon as every rank has released them, and never before. `check` notices each broken
+rule."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from overlapc.runtime.copies.layout import Event, Release, Start, Take, check, c
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Event]:
-    """Slots taken ahead or at a start, and released, in any order that a program may have."""
+    """Draw the events of a program: slots taken at or before a start, and released, in any valid order."""
     events: list[Event] = []
     bring = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 8)))]
     tensors = [tuple(range(sum(bring[:at]), sum(bring[: at + 1]))) for at in range(len(bring))]
@@ -56,7 +57,7 @@ def test_a_slot_is_used_again_when_it_is_released():
     assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 1024, 0]
     assert (layout.begins[2].settled, layout.begins[2].needed) == (0, 0)
     assert layout.bytes == HEAD_BYTES + 1536
-    # What is still held does not keep what came after it.
+    # A slot that is still held does not prevent the reuse of later slots.
     layout = place([*a, *b, Release(1), *a_start(2, 512), Release(0), Release(2)])
     assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 1024, 1024]
     assert layout.bytes == HEAD_BYTES + 1536

@@ -1,4 +1,5 @@
-"""Collectives by copies between real ranks: bytes as gloo's, slots used again, pools that grow, peers that fail."""
+"""Collectives by copies between real ranks: results equal gloo's, slots are reused, pools grow, and failed peers are
+named."""
 
 import gc
 import multiprocessing
@@ -30,7 +31,7 @@ FROM_OTHERS = Form.FROM_OTHERS
 
 
 class Case(NamedTuple):
-    """A collective; its tensors are of so many blocks."""
+    """A collective of `tensors`, each of which consists of `blocks` blocks."""
 
     form: Form
     tensors: tuple[torch.Tensor, ...]
@@ -38,14 +39,14 @@ class Case(NamedTuple):
 
 
 def exchange(stage: str, text: str) -> Sequence[str]:
-    """As ranks that compile tell each other."""
+    """Exchange a text with all ranks, as ranks do while they compile."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
 
 
 def pool_of(size_bytes: int, timeout_s: float | None = None) -> Pool:
-    """The pool of all ranks."""
+    """Open a pool of all ranks."""
     ranks = tuple(range(dist.get_world_size()))
     wanted = Wanted(dist.group.WORLD.group_name, "dp", ranks, size_bytes, "")
     if timeout_s is None:
@@ -55,7 +56,7 @@ def pool_of(size_bytes: int, timeout_s: float | None = None) -> Pool:
 
 
 def made(pool: Pool | None, cases: Sequence[Case], ahead: int, timeout_s: float | None = None) -> GraphCopies:
-    """The copies of a graph that waits for each collective `ahead` starts after its own."""
+    """Return the copies of a graph that waits for each collective `ahead` starts after its own start."""
     events: list[Event] = []
     taken: set[int] = set()
     numbers = iter(range(1000))
@@ -74,7 +75,7 @@ def made(pool: Pool | None, cases: Sequence[Case], ahead: int, timeout_s: float 
 
     brings.extend(tuple(next(numbers) for _ in case.tensors) for case in cases)
     for index, case in enumerate(cases):
-        if in_place(case):  # as `ran` writes shards
+        if in_place(case):  # because `ran` writes shards into the pool before the start
             take(index)
     for index in range(len(cases)):
         take(index)
@@ -89,7 +90,7 @@ def made(pool: Pool | None, cases: Sequence[Case], ahead: int, timeout_s: float 
 
 
 def ran(copies: GraphCopies, cases: Sequence[Case], ahead: int) -> list[list[torch.Tensor]]:
-    """The results of one run of such a graph."""
+    """Run the collectives as such a graph does, and return the results."""
     flying: dict[int, list[torch.Tensor]] = {}
     found = []
 
@@ -113,12 +114,12 @@ def ran(copies: GraphCopies, cases: Sequence[Case], ahead: int) -> list[list[tor
 
 
 def in_place(case: Case) -> bool:
-    """Whether shards may lie in the pool before their gather starts: one block is one piece of memory."""
+    """Whether shards may be written into the pool before their gather starts: only a single block is contiguous."""
     return case.form is GATHERED and case.blocks == 1
 
 
 def put_in_place(copies: GraphCopies, index: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The shards, as kernels write them to where the gather of them lies."""
+    """Write the shards to their place in the gather's result, as kernels do, and return them."""
     there = [copies.shard(index, at, each.shape, each.stride(), each.dtype) for at, each in enumerate(tensors)]
     for place_of, each in zip(there, tensors, strict=True):
         place_of.copy_(each)
@@ -126,7 +127,7 @@ def put_in_place(copies: GraphCopies, index: int, tensors: Sequence[torch.Tensor
 
 
 def by_gloo(case: Case) -> list[torch.Tensor]:
-    """The same by the process group's library."""
+    """Return the results of the same collective by gloo."""
     form, tensors, blocks = case
     found = []
     for tensor in tensors:
@@ -148,7 +149,7 @@ def by_gloo(case: Case) -> list[torch.Tensor]:
 
 
 def cases_of(step: int) -> list[Case]:
-    """Different numbers on every rank and in every step; odd sizes and several dtypes."""
+    """Return collectives with numbers that depend on rank and step, odd sizes and several dtypes."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     ranks = dist.get_world_size()
 
@@ -174,7 +175,7 @@ def cases_of(step: int) -> list[Case]:
 
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
-    """Commands take random times."""
+    """Delay commands at random."""
     plain = command_queues.ThreadQueue._do
     dice = random.Random(seed)
 
@@ -188,10 +189,10 @@ def delays(seed: int) -> Iterator[None]:
 
 
 def same_bytes_as_gloo() -> tuple[int, int, list[str]]:
-    """(comparisons that failed, how many there were, names left in shared memory)."""
+    """Compare with gloo; return (number of differences, number of comparisons, names left in shared memory)."""
     wrong = count = 0
     dist.barrier()
-    before = set(Path("/dev/shm").glob("overlapc-copies-*"))  # what other jobs left when they were killed
+    before = set(Path("/dev/shm").glob("overlapc-copies-*"))  # left by other jobs that were killed
     dist.barrier()
     copies = made(None, cases_of(0), 2)
     for step in range(30):
@@ -218,7 +219,7 @@ def test_bytes_are_those_of_gloo_with_random_delays_and_a_pool_that_grows(ranks)
 
 
 def kept_by_a_slow_reader(rule: str) -> bool:
-    """Whether a slow reader sees what it should in a slot that the next exchange takes."""
+    """Return whether a slow reader reads the right values in a slot that the next exchange takes."""
     cases = [Case(EXCHANGED, (torch.full((2, 50_000), float(step)),)) for step in range(4)]
     copies = made(None, cases, 0)
     plain = commands._begin
@@ -244,12 +245,13 @@ def test_a_slot_that_is_still_read_is_not_overwritten():
 
 
 def test_without_waiting_for_readers_it_is_overwritten():
-    """The same program, not waiting for `done`: so the test above would notice."""
+    """Without waiting for `done` the same program fails, so the test above can fail."""
     assert values_on_ranks(kept_by_a_slow_reader, 2, "careless")[0] is False
 
 
 def fetched_by_a_slow_peer(rule: str) -> bool:
-    """Whether a slow rank fetches what it should, where a kernel of its peer writes a shard in the same slot next."""
+    """Return whether a slow rank fetches the right values, although a kernel of its peer writes a shard into the same
+    slot next."""
     rows, rank = 50_000, dist.get_rank()
     size = 4 * rows
     events: list[Event] = [Take(0, size), Start((0,)), Release(0), Take(1, 2 * size), Start((1,)), Release(1)]
@@ -286,12 +288,12 @@ def test_a_shard_is_written_over_what_peers_have_fetched():
 
 
 def test_without_waiting_for_peers_to_fetch_they_get_what_came_later():
-    """The same program, not waiting for `fetched`: so the test above would notice."""
+    """Without waiting for `fetched` the same program fails, so the test above can fail."""
     assert values_on_ranks(fetched_by_a_slow_peer, 2, "careless") == [True, False]
 
 
 def failing(rank: int, folder: str, how: str) -> None:
-    """Rank 0 of two notes what it is told when rank 1 fails in flight, and after how many seconds."""
+    """Let rank 1 fail with copies in flight; rank 0 writes its error messages and the time until they were raised."""
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     case = [Case(EXCHANGED, (torch.ones(2, 1000),))] * 3
@@ -305,14 +307,14 @@ def failing(rank: int, folder: str, how: str) -> None:
         time.sleep(0.01)
     began = time.monotonic()
     told = []
-    for _ in range(2):  # and again: nothing reads what never came
+    for _ in range(2):  # the second time, because no step may read results that never arrived
         try:
             ran(copies, case, 0)
         except PeerLost as error:
             told.append(str(error))
             copies.failed()
     Path(folder, "told").write_text("\n---\n".join([*told, f"{time.monotonic() - began}"]))
-    os._exit(0)  # its process group cannot end in order, with one rank of two
+    os._exit(0)  # because the process group cannot be destroyed with one of two ranks
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
@@ -345,7 +347,7 @@ def kept_for(pool: Pool, more_bytes: int) -> bool:
 
 
 def kept_by_one() -> bool:
-    """Whether results are right where rank 0 alone still holds the pool of an earlier graph."""
+    """Return whether results are right if only rank 0 still holds the pool of an earlier graph."""
     cases = cases_of(0)
     copies = made(None, cases, 2)
     ran(copies, cases, 2)
@@ -370,12 +372,12 @@ def kept_by_one() -> bool:
 
 
 def test_all_goes_with_the_last_graph_that_holds_it():
-    """The thread, the mapping and the pool itself."""
+    """The thread, the memory mapping and the pool itself."""
     assert values_on_ranks(let_go, 2) == [[], []]
 
 
 def let_go() -> list[str]:
-    """What is left of copies when no graph holds them."""
+    """Return the threads and memory mappings that are left after the last graph with copies is gone."""
     case = [Case(GATHERED, (torch.ones(10),))]
     copies = made(None, case, 0)
     ran(copies, case, 0)
