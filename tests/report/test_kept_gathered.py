@@ -26,7 +26,7 @@ def _nothing_recorded() -> Iterator[None]:
 
 
 def planned(budget: str | None = None, **options: object) -> Report:
-    """Return the report of a plan of four layers with parameters of 4 MiB that take 40 us to gather (layer 2: 80 us)."""
+    """Return the report of a plan of four layers with parameters of 4 MiB that gather in 40 us (layer 2: 80 us)."""
     record.clear()
     step = step_within(budget)
     config = Config.of({**options, **({} if budget is None else {"memory_budget": budget})})
