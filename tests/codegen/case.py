@@ -1,4 +1,4 @@
-"""A kernel's body with inputs and what eager torch says: run anywhere, and no memory around it touched."""
+"""A kernel's body with inputs and eager torch's results, and a run that detects writes outside of its buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A body, tensors for all its buffers (outputs hold what was there before), and what outputs must become."""
+    """A body, tensors for all its buffers (outputs with their previous content), and the expected outputs."""
 
     name: str
     body: Body
@@ -27,7 +27,7 @@ class Case:
     tolerance: float = 2e-5  # relative to the largest expected magnitude, plus rounding of the output's dtype
 
     def run(self, launcher: Callable[..., None], source: KernelSource, device: str) -> list[str]:
-        """Launches on copies of the tensors; one line per output that is off."""
+        """Launch the kernel on copies of the tensors; return one line per wrong output and per write past an end."""
         guarded = {name: Guarded(tensor, device) for name, tensor in self.tensors.items()}
         expected = self.expected({name: tensor.to(device) for name, tensor in self.tensors.items()})
         sizes = [self.sizes[str(symbol)] for symbol in source.sizes]
@@ -37,12 +37,12 @@ class Case:
         return found + [f"{name}: written past its end" for name, guard in guarded.items() if not guard.whole()]
 
     def problem(self, name: str, got: torch.Tensor, want: torch.Tensor, inputs: Mapping[str, Guarded]) -> str:
-        """What is wrong with an output, or nothing."""
+        """Return how an output differs from the expected one, or ""."""
         return difference(got, want, self.tolerance)
 
 
 class Guarded:
-    """A copy of a tensor with memory behind it that spoils what reads it and shows what writes it."""
+    """A copy of a tensor with guard memory behind it: NaN (77 for integers), so that reads and writes there show."""
 
     def __init__(self, tensor: torch.Tensor, device: str) -> None:
         marker = math.nan if tensor.dtype.is_floating_point else 1 if tensor.dtype is boolean else 77
@@ -59,13 +59,13 @@ class Guarded:
 
 
 def difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
-    """What is wrong with `got`, or nothing."""
+    """Return how `got` differs from `want`, or ""."""
     want = want.to(got.dtype).reshape(got.shape)
     if not got.dtype.is_floating_point:
         wrong = got != want
         detail = ""
     else:
-        # One step of the dtype: equal up to rounding, two results may lie on both sides of a tie.
+        # One step of the dtype: results that are equal up to rounding may be rounded to different neighbours.
         eps = {bf16: 2**-7, f16: 2**-10}.get(got.dtype, 0.0)
         left, right = got.double(), want.double()
         finite = right[right.isfinite()]

@@ -1,4 +1,4 @@
-"""What tests of generated code share."""
+"""Fixtures of the tests of generated code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.codegen.interpreted import interpreting
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """BODIES of the test's file in C++, compiled together."""
+    """Compile BODIES of the test's file in C++, in one call."""
     return Kernels(request.module.BODIES, tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture
 def interpreter() -> Iterator[None]:
-    """Triton kernels that the test loads are interpreted."""
+    """Run Triton kernels that the test loads in Triton's interpreter."""
     with interpreting():
         yield

@@ -1,4 +1,4 @@
-"""Bodies as fusion makes them: several reductions deep, strided, masked, indirect, in place, of any size."""
+"""Bodies as fusion produces them, with nested reductions, strides, masks, indirect and in-place access, in any size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rms_norm(rows, columns, dtype: torch.dtype = F32) -> Body:
 
 
 def softmax(rows, columns, down: bool = False) -> Body:
-    """Softmax of each row, or `down` of each column."""
+    """Return a softmax of every row, or of every column if `down`."""
     index = columns * r0 + p0 if down else columns * p0 + r0
     x = Load("x", index, F32)
     top = Reduce("max", x, F32)
@@ -44,7 +44,7 @@ def layer_norm_backward_of_weights(rows, columns) -> Body:
 
 
 def variance_in_three_passes() -> Body:
-    """mean, then variance about it, then the largest normalized value: reductions three deep, over two loops."""
+    """The mean, the variance about it, and the largest normalized value: three nested reductions over two loops."""
     x = Load("x", 60 * p0 + 10 * r0 + r1, F32)
     mean = op("mul", total(x), number(1 / 60))
     centred = op("sub", x, mean)
@@ -65,7 +65,7 @@ def permuted_reduction() -> Body:
 
 
 def reordered_argmax() -> Body:
-    """argmax in an order of dims that is not memory's: loops are exchanged, positions are not."""
+    """argmax in another order of dims than memory's: loops are exchanged, but positions keep the body's order."""
     x = Load("x", 50 * r1 + r0, F32)
     return Body((), (loop(r0, 50), loop(r1, 40)), (Store("at", ZERO, Reduce("argmax", x, I64), I64),))
 
@@ -77,7 +77,7 @@ def swiglu() -> Body:
 
 
 def rotary() -> Body:
-    """cat of two halves with masked loads, as RoPE makes it: y = cat(-x[32:], x[:32]) * sin + x * cos."""
+    """cat of two halves with masked loads, as in RoPE: y = cat(-x[32:], x[:32]) * sin + x * cos."""
     at = 64 * p0 + p1
     lower = op("lt", Index(p1), Constant(32, I64))
     rotated = op(
@@ -111,7 +111,7 @@ def flattened() -> Body:
 
 
 def shifted() -> Body:
-    """An index that is negative where the mask is off, and floor division of a negative number."""
+    """An index that is negative where the mask is false, and floor division of a negative number."""
     inside = op("ge", Index(p0), Constant(3, I64))
     halved = Index(FloorDiv(p0 - 5, 2))
     stores = (Store("y", p0, Load("x", p0 - 3, F32, inside), F32), Store("half", p0, halved, I64))
@@ -131,7 +131,7 @@ def scatter_add(columns: int, dtype: torch.dtype) -> Body:
 
 
 def histogram() -> Body:
-    """Every iteration may hit the same element, so nothing may run at once; masked."""
+    """Masked counts: every iteration may write the same element, so iterations must not run in parallel."""
     bucket = Load("t", p0, I64)
     keep = op("ne", bucket, Constant(2, I64))
     store = Store("d", i0, Constant(1, I64), I64, "add", keep, ((i0, bucket),))
@@ -147,7 +147,7 @@ def cross_entropy(rows, columns) -> Body:
 
 
 def in_place_update() -> Body:
-    """SGD with momentum: two buffers that are read and written at the same index."""
+    """SGD with momentum: two buffers are read and written at the same index."""
     p, m, g = Load("p", p0, F32), Load("m", p0, F32), Load("g", p0, BF16)
     momentum = op("add", op("mul", m, number(0.9)), g)
     stores = (
@@ -167,7 +167,7 @@ def strided_slice() -> Body:
 
 
 def norm_of_all() -> Body:
-    """Clip by the norm: a reduction over everything, used again for everything."""
+    """Division by the norm: every element uses a reduction over all elements."""
     x = Load("x", r0, F32)
     norm = op("sqrt", total(op("mul", x, x)))
     stores = (Store("y", r0, op("div", x, norm), F32), Store("norm", ZERO, norm, F32))
@@ -175,7 +175,7 @@ def norm_of_all() -> Body:
 
 
 def few_wide_columns() -> Body:
-    """Two outputs for a million inputs: the passes over rows run on threads."""
+    """20 columns of 30,000 rows: the passes over rows run on several threads."""
     x = Load("x", 20 * r0 + p0, F32)
     return Body(
         (loop(p0, 20),),

@@ -1,4 +1,4 @@
-"""Bodies compiled by the C++ generator, all at once."""
+"""Compiles many bodies with the C++ generator in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlapc.ir.body import Body
 
 
 class Kernels:
-    """Kernels of many bodies, compiled in one call as for a graph."""
+    """The kernels of many bodies, compiled in one call as those of a graph are."""
 
     def __init__(self, bodies: Mapping[str, Body | Callable[[], Body]], cache_dir: Path) -> None:
         generator = CppGenerator()
@@ -23,7 +23,7 @@ class Kernels:
         self.launchers = generator.load(list(self.sources.values()), cache_dir)
 
     def run(self, name: str, tensors: Mapping[str, torch.Tensor], **sizes: int) -> None:
-        """Launches the kernel; outputs are among `tensors`, by the names of the body's buffers."""
+        """Launch a kernel; `tensors` has inputs and outputs by the names of the body's buffers."""
         source = self.sources[name]
         arguments = [tensors[buffer] for buffer in source.buffers]
         self.launchers[source.name](*arguments, *(sizes[str(symbol)] for symbol in source.sizes))

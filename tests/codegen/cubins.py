@@ -1,4 +1,4 @@
-"""Generated Triton kernels compiled for a GPU that need not be there."""
+"""Compiles generated Triton kernels for a GPU without needing one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from overlapc.runtime.triton_kernel import Source, launch_of, usual_variant
 
 
 def compile_source(source: Source, cache_dir: Path, capability: int = 90) -> list[Any]:
-    """Triton's compiled kernels (`.asm`, `.metadata`) of every stage for an NVIDIA architecture; needs no GPU."""
+    """Return Triton's compiled kernel (`.asm`, `.metadata`) of every stage for an NVIDIA architecture."""
     triton_module()
     path = write_module(source, cache_dir)
     compiled = []

@@ -1,4 +1,4 @@
-"""Flex attention as models use it: masks, functions of scores and sizes; for the interpreter and for a GPU."""
+"""Flex attention as models use it, with masks, score functions and sizes; for the interpreter and for a GPU."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FlexCase:
-    """One attention; `functions` makes (score_mod, mask_mod) of a device and a length."""
+    """One attention; `functions(device, length)` returns (score_mod, mask_mod)."""
 
     name: str
     functions: Callable[[torch.device, int], tuple[Function | None, Function | None]]
-    kv_heads: int = 4  # of 4
-    uneven: int = 0  # positions that queries have beyond whole blocks; keys have twice as many
-    widths: tuple[int, int] = (0, 0)  # of queries and values; 0: as the device's case says
+    kv_heads: int = 4  # queries have 4 heads
+    uneven: int = 0  # positions of queries beyond whole blocks; keys have twice as many
+    widths: tuple[int, int] = (0, 0)  # of queries and values; 0: the default width
     scale: float | None = None
     returns_more: bool = False
     mask_heads: int | None = None
     batch: int = 1
-    heads_inside: bool = False  # in memory a position's heads lie together, as projections leave them
+    heads_inside: bool = False  # heads of a position are adjacent in memory, as projections return them
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 
 
@@ -44,7 +44,7 @@ def _documents(device: torch.device, length: int) -> tuple[Function | None, Func
 
 
 def _ranges_of_documents(device: torch.device, length: int) -> tuple[Function | None, Function | None]:
-    """What is read depends on what was read: the launch checks it."""
+    """A mask that reads a tensor at an index read from another tensor, which the launch checks."""
     documents = torch.arange(2 * length, device=device) // (length // 3)
     begins = torch.arange(8, device=device) * (length // 3)
     return (
@@ -72,7 +72,7 @@ def _softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tenso
 
 
 def _squared(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score * score.abs().sqrt()  # whose gradient at 0, what lies behind the end, is no number
+    return score * score.abs().sqrt()  # its gradient is NaN at 0, which is the score of positions behind the end
 
 
 BOTH = (torch.bfloat16, torch.float32)
@@ -96,7 +96,7 @@ def errors(
     case: FlexCase, compiled: Callable[[Function], Function], device: str, dtype: torch.dtype, length: int, width: int,
     block: int,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """By result and gradient: (error of what `compiled` makes of the call, error of eager), against float64."""
+    """Return for every result and gradient (error of the compiled call, error of eager), relative to float64."""
     torch.manual_seed(0)
     queries, keys = length + case.uneven, length + 2 * case.uneven
     inner, outer = (own or width for own in case.widths)
@@ -136,12 +136,12 @@ def errors(
 
 def _error(found: Tensor, exact: Tensor) -> float:
     found, exact = found.double(), exact.double()
-    difference = torch.where(found == exact, 0.0, found - exact)  # of equal infinities
+    difference = torch.where(found == exact, 0.0, found - exact)  # 0 for equal infinities
     return float(difference.norm() / torch.where(exact.isinf(), 0.0, exact).norm())
 
 
 def check(case: FlexCase, found: dict[str, tuple[float, float]], dtype: torch.dtype) -> None:
-    """AssertionError where an error is larger than eager's by more than the order of sums explains."""
+    """Assert that no error exceeds eager's by more than the order of additions explains."""
     floor = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
     wrong = {name: pair for name, pair in found.items() if not pair[0] <= max(1.25 * pair[1], floor)}
     assert not wrong, f"{case.name}, {dtype}: errors (found, eager) {wrong}"

@@ -1,4 +1,4 @@
-"""Triton's interpreter, and its generator for CPU tensors in it."""
+"""Triton's interpreter, and Triton's generator registered for CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from overlapc.codegen.triton import TritonGenerator
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Kernels that are loaded meanwhile run in the interpreter, as with TRITON_INTERPRET=1."""
+    """Let kernels that are loaded inside the block run in the interpreter, as with TRITON_INTERPRET=1."""
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         yield
 
 
 class OnCpu(TritonGenerator):
-    """Triton's kernels for CPU tensors."""
+    """Triton's generator for CPU tensors."""
 
     device_type = "cpu"
 
 
 @contextmanager
 def triton_on_cpu(generator: TritonGenerator | None = None) -> Iterator[None]:
-    """Kernels for the CPU are Triton's; the generator that was registered comes back."""
+    """Use Triton's generator for the CPU inside the block, in place of the registered one."""
     cpp = generators.generator_for("cpu")
     generators.register(generator or OnCpu())
     try:

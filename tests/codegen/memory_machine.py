@@ -1,4 +1,4 @@
-"""Runs a program's instructions on names instead of numbers: what every piece of memory holds, and whether it may."""
+"""Runs a program's instructions on names instead of numbers, and checks which buffer every piece of memory holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.ir.interpret import evaluate
 
 @dataclass
 class Block:
-    """Memory that came from one allocation, or one place in a pool. `holds` is the buffer whose content is there."""
+    """Memory of one allocation or of one place in a pool. `holds` names the buffer whose content it has."""
 
     bytes: int
     holds: str | None = None
@@ -36,16 +36,17 @@ class Block:
 
 @dataclass
 class Machine:
-    """Every rule that memory has to keep is an assertion. Sizes have to be static."""
+    """An interpreter that asserts every rule of memory use. Sizes must be static."""
 
     program: Program
     graph: LoweredGraph
     blocks: dict[str, Block] = field(default_factory=dict)  # by variable
     pools: dict[str, int] = field(default_factory=dict)  # bytes
-    peak_bytes: int = 0  # arguments included; what may be taken over from one counts beside it, and pools whole
+    # Includes arguments and whole pools; a buffer that may reuse an argument's memory counts in addition to it.
+    peak_bytes: int = 0
 
     def run(self) -> None:
-        """All instructions; in the end only arguments and results are left."""
+        """Run all instructions, and assert that only arguments and results are left at the end."""
         for name in (*self.program.inputs, *self.program.constants):
             if name in self.graph.views:
                 self.blocks[name] = Block(self._bytes(self.graph.views[name].layout), name)
@@ -93,7 +94,7 @@ class Machine:
                     self._holds(self.program.variables[view.buffer], view.buffer)
 
     def _carve(self, item: Carve) -> None:
-        """A place that nobody has, or the place of what is freed right behind: a take-over."""
+        """Take a free place in a pool, or the place of a buffer of the same size that is freed next (a take-over)."""
         begin, size = item.offset, self._bytes(item.layout)
         assert begin + size <= self.pools[item.pool]
         for block in list(self.blocks.values()):
@@ -121,7 +122,7 @@ class Machine:
             block[name].holds = name
 
     def _stores(self, store: Store, part: Loops, parts: tuple[Loops, ...], block: dict[str, Block]) -> None:
-        """Nobody else needs the memory that `store` goes to, and its own kernel not after it."""
+        """Assert that no other buffer needs the memory that `store` writes, and that the kernel reads it no more."""
         there = block[store.buffer]
         kept = [name for name, other in self.blocks.items() if other is there]
         assert len(kept) == 1 or kept[0] in self.graph.inputs, f"{store.buffer} is stored over what {kept} still need"
@@ -137,7 +138,7 @@ class Machine:
         for name in buffers_read(item.op):
             if name in self.graph.views:
                 self._holds(self.program.variables[name], name)
-        if not item.op.out:  # whose memory was allocated before
+        if not item.op.out:  # the memory of an `out` call was allocated before
             for variable, _ in item.results:
                 self._new(variable, Block(self._bytes(self.program.layouts[variable])))
         for name in buffers_written(item.op):
@@ -145,9 +146,9 @@ class Machine:
 
 
 def races(body: Body, load: Load, store: Store) -> bool:
-    """Whether an iteration may load an element that another one has stored, found by going through all of them.
+    """Whether an iteration may load an element that another one has stored, found by trying all iterations.
 
-    Iterations of the loops go in any order; those of a reduction one after another, before what is stored once a row.
+    Iterations of parallel loops run in any order; those of a reduction run one after the other, before stores per row.
     """
     if load.indirect or store.indirect:
         return True
@@ -159,7 +160,7 @@ def races(body: Body, load: Load, store: Store) -> bool:
     each_item = bool(symbols & store.index.free_symbols) or depends_on([store.value], symbols)[store.value]
     rows = 1
     for loop in body.reduction if not each_item else ():
-        rows *= int(loop.size)  # iterations that are one, as far as the store is concerned
+        rows *= int(loop.size)  # for a store per row, the iterations of the reduction count as one
 
     def elements(index: sympy.Expr) -> list[int]:
         found = evaluate(index, at)

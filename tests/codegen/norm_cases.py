@@ -1,4 +1,4 @@
-"""Norms and their gradients, with inputs and what eager torch says."""
+"""Norms and their gradients, with inputs and eager torch's results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rms_norm_backward(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
 
 
 def norm_gradients(batch: int, rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
-    """Gradients of a scaled input, by rows of two loops, and of its weight and bias: totals of the columns."""
+    """Gradients of a scaled input, over rows of two loops, and of its weight and bias, as totals of columns."""
     at = rows * width * p0 + width * p1 + r0
     x, g, w = Load("x", at, dtype), Load("g", at, dtype), Load("w", r0, dtype)
     mean = op("mul", total(op("mul", op("mul", g, w), x)), number(1 / width))
@@ -123,7 +123,7 @@ def layer_norm(rows: int, width: int) -> Case:
 
 
 def group_norm(rows: int, channels: int, pixels: int) -> Case:
-    """Rows of two loops, the scaling and shift of which change with the outer one only."""
+    """A norm of rows of two loops, whose scale and shift depend only on the outer one."""
     at = channels * pixels * p0 + pixels * r0 + r1
     x = Load("x", at, bf16)
     mean = op("mul", total(x), number(1 / (channels * pixels)))
@@ -144,7 +144,7 @@ def group_norm(rows: int, channels: int, pixels: int) -> Case:
 
 
 def moments(rows: int, batch: int, pixels: int, dtype: torch.dtype = f32) -> Case:
-    """A channel's mean, variance and normalized pixels, as a batch norm has them; far from 0."""
+    """Mean, variance and normalized pixels of every channel, as in a batch norm, with a mean far from 0."""
     count = number(float(batch * pixels))
     at = (r0 * rows + p0) * pixels + r1
     x = Load("x", at, dtype)

@@ -1,4 +1,4 @@
-"""Bodies whose loads and stores take turns in memory: along the elements, along columns, along rows."""
+"""Bodies with pairs of loads and stores that are interleaved in memory: along elements, columns and rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.codegen.terms import bf16, f32, loop, noise, p0, p1, r0, total
 
 
 def gate_and_up(rows: int, width: int) -> Case:
-    """A gated product with a bias, and both parts swapped."""
+    """A gated product of interleaved parts with a bias, and both parts swapped."""
     at = 2 * width * p0 + 2 * p1
     gate, up = (op("add", Load("x", at + part, bf16), Load("bias", 2 * p1 + part, f32)) for part in (0, 1))
     stores = (
@@ -33,7 +33,7 @@ def gate_and_up(rows: int, width: int) -> Case:
 
 
 def gradients_and_columns(rows: int, width: int) -> Case:
-    """Both parts scaled by the other, and the sums of their columns."""
+    """A gradient multiplied by the other part of each pair, and the sums of its columns."""
     at = 2 * width * r0 + 2 * p0
     one, other = (op("mul", Load("g", width * r0 + p0, f32), Load("x", at + part, bf16)) for part in (1, 0))
     stores = (
@@ -57,7 +57,7 @@ def gradients_and_columns(rows: int, width: int) -> Case:
 
 
 def length_of_pairs(rows: int, width: int) -> Case:
-    """Complex numbers over the length of their row."""
+    """Complex numbers divided by the norm of their row."""
     at = 2 * width * p0 + 2 * r0
     real, imaginary = (Load("x", at + part, f32) for part in (0, 1))
     length = op("sqrt", total(op("add", op("mul", real, real), op("mul", imaginary, imaginary))))

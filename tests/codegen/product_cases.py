@@ -1,4 +1,4 @@
-"""Matrix products as bodies, with prologues and epilogues: for the interpreter, for sm_90 and for a GPU."""
+"""Matrix products as bodies, with prologues and epilogues; for the interpreter, for sm_90 and for a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.codegen.terms import bf16, f16, f32, p0, p1, p2, r0, s0
 
 
 def dot(left: Value, right: Value, dtype: torch.dtype | None) -> Reduce:
-    """The sum over r0 of both, rounded to `dtype` first if given, as lowering writes it."""
+    """Return the dot product over r0 as lowering writes it; the factors are rounded to `dtype` first, if given."""
     factors = (left, right) if dtype is None else (Cast(left, dtype), Cast(right, dtype))
     return Reduce("dot", op("mul", *factors), f32)
 
@@ -23,7 +23,7 @@ def body(value: Value, rows: int, columns: int, length: int, dtype: torch.dtype)
 
 
 def plain(name: str, rows: int, columns: int, length: int, dtype: torch.dtype, transposed: bool = False) -> Case:
-    """`a @ b`; transposed: b lies as [columns, length], as a weight does."""
+    """Return `a @ b`; transposed: b is stored as [columns, length], like a weight."""
     low = dtype if dtype.itemsize == 2 else None
     right = length * p1 + r0 if transposed else columns * r0 + p1
     value = dot(Load("a", length * p0 + r0, dtype), Load("b", right, dtype), low)
@@ -38,7 +38,7 @@ def plain(name: str, rows: int, columns: int, length: int, dtype: torch.dtype, t
 
 
 def linear_silu(rows: int, columns: int, length: int) -> Case:
-    """`silu(x @ w.T + bias) + residual`, with what silu took stored too: an epilogue of two stores."""
+    """Return `silu(x @ w.T + bias) + residual` with an epilogue of two stores: silu's input is stored, too."""
     total = op(
         "add",
         dot(Load("a", length * p0 + r0, bf16), Load("b", length * p1 + r0, bf16), bf16),
@@ -66,7 +66,7 @@ def linear_silu(rows: int, columns: int, length: int) -> Case:
 
 
 def cast_prologue(rows: int, columns: int, length: int) -> Case:
-    """float32 weights cast on their way, and an activation computed on its way: exp(0) is not 0 outside the tile."""
+    """Return a product whose prologue casts float32 weights and applies exp, for which padding with 0 gives 1."""
     a = op("exp", Load("a", length * p0 + r0, bf16))
     value = dot(a, Load("b", columns * r0 + p1, f32), bf16)
 
@@ -82,7 +82,7 @@ def cast_prologue(rows: int, columns: int, length: int) -> Case:
 
 
 def batched(batch: int, rows: int, columns: int, length: int, shared: bool) -> Case:
-    """A product for each of a batch. shared: one right factor for all, which makes the batch part of the rows."""
+    """Return a batched product. shared: batches have the same right factor, so that they are rows of one product."""
     a = Load("a", (p0 * rows + p1) * length + r0, bf16)
     b = Load("b", (0 if shared else p0 * columns * length) + length * p2 + r0, bf16)
     loops = tuple(Loop(symbol, sympy.Integer(size)) for symbol, size in ((p0, batch), (p1, rows), (p2, columns)))
@@ -101,7 +101,7 @@ def batched(batch: int, rows: int, columns: int, length: int, shared: bool) -> C
 
 
 def symbolic(rows: int, columns: int, length: int) -> Case:
-    """Rows known only at run time."""
+    """Return a product with a symbolic number of rows."""
     value = dot(Load("a", length * p0 + r0, bf16), Load("b", columns * r0 + p1, bf16), bf16)
     loops = (Loop(p0, s0), Loop(p1, sympy.Integer(columns)))
     made = Body(loops, (Loop(r0, sympy.Integer(length)),), (Store("y", columns * p0 + p1, value, bf16),))
@@ -118,7 +118,7 @@ def symbolic(rows: int, columns: int, length: int) -> Case:
 
 
 def product_cases() -> list[Case]:
-    """Every kind in sizes that no tile divides, for the interpreter."""
+    """Return every kind of product in sizes that no tile divides, for the interpreter."""
     torch.manual_seed(0)
     return [
         plain("bf16", 70, 45, 37, bf16),
@@ -135,7 +135,7 @@ def product_cases() -> list[Case]:
 
 
 def large_product_cases() -> list[Case]:
-    """Sizes of training, for a GPU."""
+    """Return products in sizes of training, for a GPU."""
     torch.manual_seed(0)
     return [
         plain("large_bf16", 4096, 1024, 2048, bf16),

@@ -1,4 +1,4 @@
-"""Every kind of reduction over rows, with the values and shapes that are easily wrong."""
+"""Every kind of reduction over rows, with values and shapes that are error-prone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.codegen.terms import (
 
 
 def norm_and_scale(count: int) -> Case:
-    """Everything divided by its norm: a full reduction that an inner store needs."""
+    """All elements divided by their norm: a store in the loops reads a reduction over all elements."""
     x = Load("x", r0, f32)
     norm = op("sqrt", total(op("mul", x, x)))
     stores = (Store("y", r0, op("div", x, norm), f32), Store("norm", sympy.S.Zero, norm, f32))
@@ -39,7 +39,7 @@ def norm_and_scale(count: int) -> Case:
 
 
 def reductions(rows: int, width: int, dtype: torch.dtype) -> Case:
-    """Every reduction at once, over special values and ties."""
+    """Every reduction in one kernel, over special values and ties."""
     x = Load("x", width * p0 + r0, dtype)
     kinds = ["max", "min", "argmax", "argmin", "any", "all"] + ([] if dtype is boolean else ["sum", "prod"])
     stores, tensors = [], {"x": reduction_input(rows, width, dtype)}
@@ -70,7 +70,7 @@ def reductions(rows: int, width: int, dtype: torch.dtype) -> Case:
 
 
 def largest(rows: int, width: int, count: int) -> Case:
-    """The largest elements of each row and their places, over special values."""
+    """The `count` largest elements of every row and their indices, over special values."""
     stores: list[Store] = []
     for at, (value, place) in enumerate(largest_of(Load("x", width * p0 + r0, f32), Index(r0), width, count)):
         stores += [Store("y", count * p0 + at, value, f32), Store("at", count * p0 + at, place, i64)]
@@ -88,7 +88,7 @@ def largest(rows: int, width: int, count: int) -> Case:
 
 
 def first(x: torch.Tensor, largest: bool) -> torch.Tensor:
-    """Position of the first NaN, else of the first extreme value (torch leaves ties open)."""
+    """Return the position of the first NaN, else of the first extreme value (torch does not define ties)."""
     best = x.amax(1, keepdim=True) if largest else x.amin(1, keepdim=True)
     hit = (x == best) | (x.isnan() if x.is_floating_point() else False)
     return hit.to(torch.int32).argmax(1)
@@ -112,7 +112,7 @@ def reduction_input(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def two_reduction_loops(channels: int, batch: int, pixels: int) -> Case:
-    """Per-channel sum of NCHW: reduction loops around and inside the parallel one."""
+    """The sum of every channel of NCHW: one reduction loop outside and one inside of the parallel loop in memory."""
     x = Load("x", channels * pixels * r0 + pixels * p0 + r1, f32)
     body = Body((loop(p0, channels),), (loop(r0, batch), loop(r1, pixels)), (Store("y", p0, total(x), f32),))
     tensors = {"x": noise(batch, channels, pixels), "y": torch.zeros(channels)}
@@ -120,7 +120,7 @@ def two_reduction_loops(channels: int, batch: int, pixels: int) -> Case:
 
 
 def empty_rows(rows: int) -> Case:
-    """A reduction over nothing is its neutral element."""
+    """A reduction over no elements, which gives its neutral element."""
     x = Load("x", r0, f32)
     stores = (Store("sum", p0, total(x), f32), Store("max", p0, Reduce("max", x, f32), f32))
     tensors = {"x": torch.zeros(0), "sum": torch.ones(rows), "max": torch.ones(rows)}

@@ -1,8 +1,8 @@
-"""Expressions in kernels of many shapes, where each must give the same bits.
+"""Expressions in kernels of many shapes, in all of which an expression must give the same bits.
 
 A kernel computes a group of expressions of the numbers x and y and stores each: alone, in rows that are reduced or
-scanned, read transposed, in short rows, over a size that only a launch knows, beside other types, and with neighbours
-that a compiler could contract them with. The first kernel that stores an expression says what its bits are.
+scanned, read transposed, in short rows, over a symbolic size, beside other dtypes, and as operands of other operations
+that a compiler could contract. The first kernel that stores an expression defines its bits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ UNARY = (
     "atanh erf erfc lgamma sigmoid"
 ).split()
 BINARY = "div pow atan2 hypot fmod remainder floor_div".split()
-ROWS, COLUMNS = 6, 77  # no multiple of a vector; 462 elements in all
+ROWS, COLUMNS = 6, 77  # rows are no multiple of a vector; 462 elements
 GROUP = 8
 
 
 def _chain(x: Value, y: Value) -> Value:
-    """Products and sums in each other: what contraction would change."""
+    """Nested products and sums, which contraction to fma would change."""
     return op("sub", op("mul", op("add", op("mul", x, y), x), y), op("mul", x, x))
 
 
@@ -55,14 +55,14 @@ MIXED: dict[str, Expression] = {
 
 
 def expressions() -> dict[str, Expression]:
-    """By name."""
+    """Return all expressions by name."""
     unary: dict[str, Expression] = {name: lambda x, y, name=name: op(name, x) for name in UNARY}
     binary: dict[str, Expression] = {name: lambda x, y, name=name: op(name, x, y) for name in BINARY}
     return unary | binary | MIXED
 
 
 def groups(shift: int = 0) -> list[list[str]]:
-    """All names, a few a kernel; another `shift`, other neighbours."""
+    """Divide all names into groups of one kernel each; with another `shift`, an expression is grouped with others."""
     names = list(expressions())
     names = names[shift:] + names[:shift]
     return [names[at : at + GROUP] for at in range(0, len(names), GROUP)]
@@ -79,7 +79,7 @@ class Kernel:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def tensors(self, device: str) -> dict[str, torch.Tensor]:
-        """Inputs, outputs and room for whatever else it stores."""
+        """Return inputs, and memory for everything that the kernel stores."""
         x, y = inputs(self.dtype, device)
         found = {"x": x, "y": y, "x_turned": x.t().contiguous(), "y_turned": y.t().contiguous()}
         for store in self.body.stores:
@@ -88,7 +88,7 @@ class Kernel:
 
 
 def inputs(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers on which every function is defined somewhere, of several sizes, special ones among them."""
+    """Return numbers of several magnitudes, with special values, among which every function is defined for some."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, COLUMNS, generator=generator, dtype=f64)
     y = torch.rand(ROWS, COLUMNS, generator=generator, dtype=f64) + 0.1
@@ -101,7 +101,7 @@ def inputs(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def kernels(dtype: torch.dtype) -> Iterator[Kernel]:
-    """Every expression in every shape."""
+    """Generate kernels with every expression in every shape."""
     for names in groups():
         yield _kernel("alone", names, dtype, _alone)
     for names in groups(2):
@@ -129,7 +129,7 @@ def _kernel(
 
 
 def _value(name: str, dtype: torch.dtype, x: Value, y: Value) -> Value:
-    """One expression as lowering writes the op of a node: of a low precision it is rounded, and coarse within."""
+    """Return an expression as lowering writes a node's op: in low precision it is approximate inside and rounded."""
     value = expressions()[name](x, y)
     if dtype not in LOW_PRECISION:
         return value
@@ -185,7 +185,7 @@ def _turned(names: list[str], dtype: torch.dtype) -> Body:
 
 
 def _beside_others(names: list[str], dtype: torch.dtype) -> Body:
-    """Wider and longer types in the loop: it takes fewer elements at once."""
+    """Return a body that also has wider dtypes, so that its loop processes fewer elements at once."""
     stores = _stores(names, dtype, p0)
     first = stores[0].value
     stores.append(Store("wide", p0, op("exp", Cast(first, f64 if first.dtype is not f64 else f32)), f32))
@@ -195,7 +195,7 @@ def _beside_others(names: list[str], dtype: torch.dtype) -> Body:
 
 
 def _with_neighbours(names: list[str], dtype: torch.dtype) -> Body:
-    """Each expression is also a factor and a term of something else that is stored."""
+    """Return a body in which every expression is also a factor and a term of another stored value."""
     stores = _stores(names, dtype, p0)
     x, y = Load("x", p0, dtype), Load("y", p0, dtype)
     for at, store in enumerate(list(stores)):
@@ -205,10 +205,10 @@ def _with_neighbours(names: list[str], dtype: torch.dtype) -> Body:
 
 
 class Bits:
-    """What each expression gave first, and who gave something else."""
+    """The first result of every expression, and the kernels whose results differ from it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """What has one right answer is compared with that from the start."""
+        """Expressions with one correct result are compared with eager's from the start."""
         self.first: dict[str, tuple[str, torch.Tensor]] = {}
         self.problems: list[str] = []
         if dtype not in LOW_PRECISION:
@@ -219,8 +219,8 @@ class Bits:
             self.look_at("eager", "fma", (x.double() * y.double() + x.double()).float())
 
     def look_at(self, where: str, name: str, result: torch.Tensor) -> None:
-        """Compares the bits of `result`, which `where` made of expression `name`."""
-        result = torch.where(result.isnan(), torch.nan, result).reshape(-1).cpu()  # any NaN is as good as another
+        """Compare the bits of `result`, which the kernel `where` computed for the expression `name`."""
+        result = torch.where(result.isnan(), torch.nan, result).reshape(-1).cpu()  # all NaNs count as equal
         width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[result.element_size()]
         known, bits = self.first.setdefault(name, (where, result.clone()))
         different = (bits.view(width) != result.view(width)).nonzero().reshape(-1)

@@ -1,4 +1,4 @@
-"""Bodies that scan, for both generators: every kind and dtype, along rows and columns, between reductions."""
+"""Bodies with scans, for both generators: every kind and dtype, along rows and columns, with reductions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.codegen.terms import bf16, boolean, f16, f32, f64, i8, i32, i64, loop
 
 
 def scans(rows: int, width: int, dtype: torch.dtype) -> Case:
-    """Every scan at once, over ties and special values."""
+    """Every scan in one kernel, over ties and special values."""
     x = Load("x", width * p0 + r0, dtype)
     real = dtype.is_floating_point
     parts: dict[str, tuple[Scan, torch.dtype]] = {}
@@ -40,7 +40,7 @@ def scans(rows: int, width: int, dtype: torch.dtype) -> Case:
 
 
 def scan_input(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Ties in every row; among floats infinities and NaNs, each in rows of its own."""
+    """Return input with ties in every row, and for floats with infinities and NaNs in separate rows."""
     if dtype is boolean:
         return torch.arange(rows * width).reshape(rows, width) % 3 == 1
     if not dtype.is_floating_point:
@@ -54,7 +54,7 @@ def scan_input(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def long_scans(width: int, dtype: torch.dtype) -> Case:
-    """Rows of several blocks: without order, rising, falling, level, with a NaN far inside, of zeros of both signs."""
+    """Rows of several blocks: random, rising, falling, constant, with a NaN inside, zeros of both signs, and others."""
     case = scans(8, width, dtype)
     up = torch.arange(width)
     real = dtype.is_floating_point
@@ -74,7 +74,7 @@ def long_scans(width: int, dtype: torch.dtype) -> Case:
 
 
 def scan_of_columns(rows: int, width: int) -> Case:
-    """Down the rows of a row-major matrix: the loop over columns is the contiguous one."""
+    """Scans down the columns of a row-major matrix, whose columns are the contiguous dim."""
     x = Load("x", width * r0 + p0, f32)
     ones = Constant(1.0, f32)
     stores = (
@@ -93,7 +93,7 @@ def scan_of_columns(rows: int, width: int) -> Case:
 
 
 def nucleus(rows: int, width: int) -> Case:
-    """Top-p sampling of sorted logits: a reduction before the scan, one of its results, and a store of each."""
+    """Top-p sampling of sorted logits: the scan reads a reduction, and another reduction reads the scan."""
     x = Load("x", width * p0 + r0, f32)
     exp = op("exp", x)
     mass = Scan("sum", op("div", exp, total(exp)), f32, r0)
@@ -110,7 +110,7 @@ def nucleus(rows: int, width: int) -> Case:
 
 
 def scan_of_a_scan(rows: int, outer: int, inner: int) -> Case:
-    """One scan of another over two loops that fusion has split, from the middle of a transposed tensor."""
+    """A scan of a scan over two loops, as if fusion had split one, of a transposed tensor."""
     at = inner * r0 + r1
     x = Load("x", rows * at + p0, f32)
     once = Scan("sum", x, f32, at)
@@ -134,7 +134,7 @@ def scan_of_a_scan(rows: int, outer: int, inner: int) -> Case:
 
 
 def scan_in_place(rows: int, width: int) -> Case:
-    """The scan of a row takes the row's place, and is scanned again."""
+    """The scan of a row overwrites the row, and is scanned again."""
     x = Load("x", width * p0 + r0, f32)
     once = Scan("sum", x, f32, r0)
     stores = (Store("x", width * p0 + r0, once, f32), Store("y", width * p0 + r0, Scan("sum", once, f32, r0), f32))
@@ -144,7 +144,7 @@ def scan_in_place(rows: int, width: int) -> Case:
 
 
 def symbolic_scan(rows: int, width: int) -> Case:
-    """The length of the scan is known at launch only."""
+    """A scan of symbolic length."""
     x = Load("x", s0 * p0 + r0, f32)
     body = Body((loop(p0, rows),), (loop(r0, s0),), (Store("y", s0 * p0 + r0, Scan("sum", x, f32, r0), f32),))
     tensors = {"x": noise(rows, width), "y": torch.zeros(rows, width)}
@@ -152,7 +152,7 @@ def symbolic_scan(rows: int, width: int) -> Case:
 
 
 def large_scan_cases() -> list[Case]:
-    """Sizes for a GPU: a row in one tile, and rows in several."""
+    """Return scans in sizes for a GPU: rows in one tile and in several."""
     return [
         *(scans(50, 3000, dtype) for dtype in (f32, f64, i64)),
         scans(8, 100_000, i64),
@@ -165,7 +165,7 @@ def large_scan_cases() -> list[Case]:
 
 
 def scan_cases() -> list[Case]:
-    """Small, with tails everywhere."""
+    """Return small scans, none of whose sizes a tile divides."""
     return [
         *(scans(5, 21, dtype) for dtype in (f32, f64, bf16, f16, i64, i32, i8, u8, boolean)),
         scan_of_columns(40, 20),

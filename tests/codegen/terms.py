@@ -1,4 +1,4 @@
-"""The words that tests write loop bodies in: symbols, dtypes, constants, sums."""
+"""Short names for writing loop bodies in tests: symbols, dtypes, constants, sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One start for many collectives, and why it cannot be."""
+"""Which starts of collectives can be merged into one, and the reasons for the others."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def reduction(name: str, dtype: torch.dtype) -> Start:
     return Start(name, call, Comm("all_reduce", 16, "dp", 2))
 
 
-def test_a_bucket_takes_and_gives_lists_in_order():
+def test_a_merged_start_has_lists_of_inputs_and_outputs_in_order():
     merged = merge_starts([gather("a"), gather("b")])
     assert isinstance(merged, Start)
     assert merged.call.target is c10d.all_gather_into_tensor_coalesced.default
@@ -45,7 +45,7 @@ def test_a_bucket_takes_and_gives_lists_in_order():
     assert merged.origin.fx == ("a", "b")
 
 
-def test_buckets_merge_once_more():
+def test_a_merged_start_can_be_merged_again():
     both = merge_starts([gather("a"), gather("b")])
     assert isinstance(both, Start)
     three = merge_starts([both, gather("c")])
@@ -54,7 +54,7 @@ def test_buckets_merge_once_more():
     assert [output.buffer for output in three.outputs] == ["a", "b", "c"]
 
 
-def test_gathers_of_several_dtypes_go_as_bytes():
+def test_gathers_of_several_dtypes_are_sent_as_bytes():
     mixed = merge_starts([gather("a"), gather("b", torch.bfloat16)])
     assert isinstance(mixed, Start)
     assert mixed.call.target is all_gather_bytes_coalesced
@@ -64,7 +64,7 @@ def test_gathers_of_several_dtypes_go_as_bytes():
     assert [output.buffer for output in three.outputs] == ["a", "b", "c"]
 
 
-def test_scatters_of_several_dtypes_keep_them():
+def test_reduce_scatters_of_several_dtypes_keep_their_dtypes():
     mixed = merge_starts([scatter("a"), scatter("b", dtype=torch.bfloat16)])
     assert isinstance(mixed, Start)
     assert mixed.call.target is c10d.reduce_scatter_tensor_coalesced.default
@@ -80,7 +80,7 @@ def test_scatters_of_several_dtypes_keep_them():
         ([gather("a"), scatter("b")], "no coalesced form of _c10d_functional.all_gather_into_tensor.default"),
     ],
 )
-def test_what_differs_stays_apart(starts, why):
+def test_starts_that_cannot_be_merged_give_a_reason(starts, why):
     assert merge_starts(starts) == why
 
 

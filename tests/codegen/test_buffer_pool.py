@@ -1,4 +1,4 @@
-"""One allocation serves what lives and dies within a graph; results are the same, and the peak is what is said."""
+"""`memory="pool"`: one allocation has all temporaries of a graph; results are the same, and the peak is as reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(program: Program, *inputs: Tensor) -> tuple[Tensor, ...]:
     return PythonWrapper(program, tracked=True).function(launchers)(list(inputs))
 
 
-def test_temporaries_share_one_allocation_and_results_have_their_own():
+def test_temporaries_share_one_allocation_and_results_have_separate_ones():
     x, w = torch.randn(32, 32), torch.randn(32, 32)
     program, _, _ = compiled(chain, x, w)
     on_pool = pooled(program)
@@ -49,7 +49,7 @@ def test_temporaries_share_one_allocation_and_results_have_their_own():
     assert all(output.untyped_storage().nbytes() < pool.bytes for output in outputs)
 
 
-def test_buffers_that_are_alive_together_never_overlap():
+def test_buffers_that_are_live_at_the_same_time_do_not_overlap():
     program, _, _ = compiled(chain, torch.randn(32, 32), torch.randn(32, 32))
     live: dict[str, tuple[int, int]] = {}
     for item in pooled(program).instructions:
@@ -65,7 +65,7 @@ def test_buffers_that_are_alive_together_never_overlap():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 5)), max_size=40))
-def test_an_arena_gives_disjoint_aligned_places_and_joins_holes(requests: list[tuple[int, int]]):
+def test_an_arena_returns_disjoint_aligned_places_and_joins_holes(requests: list[tuple[int, int]]):
     arena, live = Arena(), []
     for size, drop in requests:
         offset = arena.take(size)
@@ -78,11 +78,11 @@ def test_an_arena_gives_disjoint_aligned_places_and_joins_holes(requests: list[t
     for offset, _ in live:
         arena.give_back(offset)
     before = arena.bytes
-    assert arena.take(max(before, 1)) == 0  # one hole again, or nothing there yet
+    assert arena.take(max(before, 1)) == 0  # all holes are joined, or the arena is still empty
     assert arena.bytes >= before
 
 
-def test_a_training_step_on_a_pool_is_the_same_and_peaks_where_the_report_says(tmp_path: Path):
+def test_a_training_step_with_a_pool_has_the_same_results_and_the_reported_peak(tmp_path: Path):
     torch.manual_seed(0)
     model, x = Block(), torch.randn(8, 16)
     results = []
@@ -102,7 +102,7 @@ def test_a_training_step_on_a_pool_is_the_same_and_peaks_where_the_report_says(t
 
 @torch.library.custom_op("overlapc_tests::first_of_memory", mutates_args=())
 def first_of_memory(x: Tensor) -> Tensor:
-    """The first two elements of the memory that `x` lies in."""
+    """Return the first two elements of the storage of `x`."""
     return torch.as_strided(x, (2,), (1,), 0).clone()
 
 
@@ -126,7 +126,7 @@ def scattered(x: Tensor, y: Tensor) -> Tensor:
     ],
     ids=["as_strided_copy", "as_strided_scatter", "custom op"],
 )
-def test_a_call_that_counts_from_the_start_of_memory_finds_its_own_buffer_there(sees: Callable[..., Tensor]):
+def test_a_call_that_reads_from_the_start_of_a_storage_finds_its_buffer_there(sees: Callable[..., Tensor]):
     def function(x: Tensor) -> Tensor:
         y = (x @ x).relu()
         z = (y @ y).sin()
@@ -138,7 +138,7 @@ def test_a_call_that_counts_from_the_start_of_memory_finds_its_own_buffer_there(
     torch.testing.assert_close(result, function(x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_gradient_through_take_and_as_strided_on_a_pool():
+def test_gradients_of_take_and_as_strided_with_a_pool_equal_eager():
     def function(x: Tensor) -> Tensor:
         def inner(x: Tensor) -> Tensor:
             return x.take(torch.arange(4) * 5 % x.numel()).as_strided((2, 2), (2, 1), 0)
@@ -151,6 +151,6 @@ def test_a_gradient_through_take_and_as_strided_on_a_pool():
     assert torch.equal(*(torch.autograd.grad(call(x), x, gradient)[0] for call in (on_pool, function)))
 
 
-def test_what_no_pool_can_serve_is_said():
+def test_a_pool_with_the_fx_wrapper_is_an_error():
     with pytest.raises(ConfigError, match="wrapper='python'"):
         Config(memory="pool", wrapper="fx")

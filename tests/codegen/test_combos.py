@@ -1,4 +1,4 @@
-"""Several kernels of one kind in one launch, by both generators: the same numbers as one after the other."""
+"""Several kernels of one kind in one launch compute the same as separate ones, in both generators."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LARGE = (100_000, 16, 70_000, 3)
 
 
 def step(at: int, elements: int) -> Body:
-    """A parameter moved along its gradient, in place of an optimizer's step; the rate is one tensor for all."""
+    """Return an SGD step of a parameter, rounded to bfloat16, too; all parameters share the tensor of the rate."""
     moved = op("sub", Load(f"p{at}", p0, F32), op("mul", Load("rate", p0 * 0, F32), Load(f"g{at}", p0, BF16)))
     return Body((loop(p0, elements),), (), (Store(f"q{at}", p0, moved, F32), Store(f"h{at}", p0, moved, BF16)))
 
 
 def norm(at: int, elements: int) -> Body:
-    """The square of a gradient's norm."""
+    """Return the squared norm of a gradient."""
     value = Load(f"g{at}", r0, BF16)
     return Body((), (loop(r0, elements),), (Store(f"n{at}", r0 * 0, Reduce("sum", op("mul", value, value), F32), F32),))
 
@@ -98,14 +98,14 @@ def cpp(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cpp(cpp, name: str) -> None:
+def test_cpp_kernels_in_one_launch_give_the_expected_numbers(cpp, name: str) -> None:
     sources, launchers = cpp
     sizes = CASES[name][1]
     found = run(sources[name], launchers[sources[name].name], sizes)
     torch.testing.assert_close(found, expected(name, sizes), rtol=3e-6, atol=3e-6)
 
 
-def test_small_parts_run_side_by_side_and_large_ones_on_all_threads(cpp) -> None:
+def test_small_parts_run_in_parallel_and_large_parts_run_on_all_threads(cpp) -> None:
     sources, _ = cpp
     assert "schedule(dynamic)" not in sources["step"].text
     assert sources["step_large"].text.count(", threads);") == 2
@@ -114,7 +114,7 @@ def test_small_parts_run_side_by_side_and_large_ones_on_all_threads(cpp) -> None
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "large" not in name])
-def test_triton(interpreter: None, name: str, tmp_path: Path) -> None:
+def test_triton_kernels_in_one_launch_give_the_expected_numbers(interpreter: None, name: str, tmp_path: Path) -> None:
     bodies, sizes = CASES[name]
     kind = template_of(bodies[0]).body
     forms: list[Tiling | None] = [None]
@@ -133,11 +133,11 @@ def test_a_launch_of_many_parts_compiles_for_sm_90_and_loads_whole_vectors(tmp_p
     (compiled,) = compile_source(source, tmp_path)
     ptx = compiled.asm["ptx"]
     assert "ld.global.v4.b32" in ptx
-    # A branch for every decision: merged ones keep the pointers of all parts in registers.
+    # Every part is selected by a branch: without branches the pointers of all parts would be in registers.
     assert len(re.findall(r"@%p\d+ bra", ptx)) >= 39
 
 
-def test_equal_lists_have_equal_text() -> None:
+def test_launches_of_equal_kernels_have_equal_source() -> None:
     for generator in (CppGenerator(), TritonGenerator()):
         one, two = (generator.combine([step(first + at, 64) for at in range(3)], "step") for first in (0, 10))
         assert one.text == two.text
@@ -146,7 +146,7 @@ def test_equal_lists_have_equal_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["step", "norm_large", "transposed", "rows"])
-def test_every_tiling_that_is_measured_does_the_same(name: str, tmp_path: Path) -> None:
+def test_tilings_to_measure_give_the_expected_numbers(name: str, tmp_path: Path) -> None:
     generator = TritonGenerator()
     bodies, sizes = CASES[name]
     first, *others = generator.alternatives(bodies, name)

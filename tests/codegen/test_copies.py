@@ -1,4 +1,4 @@
-"""Which collectives of a schedule go by copies, where they lie in the pool, and when it may be used again."""
+"""Collectives of a schedule that run by copies: their slots in the pool, and when a slot may be reused."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ STEP = """
 """
 
 
-def test_slots_follow_the_lives_of_what_lies_in_them():
+def test_slots_are_reused_once_their_collective_has_been_read():
     graph = copying(parse(STEP))
     layouts = graph.laid_out()
     found = graph.on(layouts, {"dp": SimpleNamespace(name="dp")})
@@ -30,7 +30,7 @@ def test_slots_follow_the_lives_of_what_lies_in_them():
     assert {name: sorted(each.held) for name, each in found.items()} == {"a": ["a"], "b": ["b"], "c": ["c"], "d": ["d"]}
     layout = found["a"].copies.layout
     room = 8192
-    # a is read before b starts, which so lies there, c behind it as b is read later, and d where b lay
+    # a is read before b starts, so b reuses its slot; b is read later, so c is behind it; d reuses b's slot.
     assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 0, room, 0]
     assert [begin.needed for begin in layout.begins] == [-1, 0, -1, 1]
     assert [begin.settled for begin in layout.begins] == [-1, 0, 0, 2]
@@ -38,7 +38,7 @@ def test_slots_follow_the_lives_of_what_lies_in_them():
     assert (each.group, each.name, each.ranks, each.bytes) == ("17", "dp", (0, 1, 2, 3), HEAD_BYTES + 2 * room)
 
 
-def test_the_peak_counts_a_pool_once():
+def test_peak_memory_counts_a_pool_once():
     one = parse(
         "g = input : 8KiB; b = all_to_all(g) @dp(4) via copy : 8KiB; w = wait(b); s = kernel(w) : 2KiB; return s"
     )
@@ -46,7 +46,7 @@ def test_the_peak_counts_a_pool_once():
     assert peak_with_pools(one) == (8 + 2 + 8) * 1024 + HEAD_BYTES
 
 
-def test_a_kernel_writes_a_shard_to_its_place_which_is_taken_from_then_on():
+def test_a_kernel_stores_a_shard_in_its_slot_which_is_in_use_from_then_on():
     schedule = parse("""
         p = input : 2KiB; c = kernel(p) : 1KiB; b = all_to_all(p) @dp(4) via copy ranks=0-3 : 2KiB; v = wait(b)
         s = kernel(v) : 1KiB; a = all_gather(c) @dp(4) via copy ranks=0-3 : 4KiB; w = wait(a); y = kernel(w, s) : 1KiB
@@ -70,20 +70,22 @@ def test_a_kernel_writes_a_shard_to_its_place_which_is_taken_from_then_on():
         ("c = kernel(p) : 1KiB", "w", "y, w"),
     ],
 )
-def test_what_no_kernel_makes_or_others_read_is_copied_to_its_place(shard: str, reads: str, returns: str):
+def test_a_shard_without_its_own_kernel_or_with_other_readers_is_copied_to_its_slot(
+    shard: str, reads: str, returns: str
+):
     gather = "a = all_gather(c) @dp(4) via copy ranks=0-3 : 4KiB; w = wait(a)"
     schedule = parse(f"p = input : 1KiB; {shard}; {gather}; y = kernel({reads}) : 1KiB; return {returns}")
     assert pooled(schedule).shards == {}
 
 
-def test_a_schedule_without_copies_wants_no_pool():
+def test_a_schedule_without_copies_needs_no_pool():
     graph = copying(parse(STEP.replace(" via copy", "")))
     assert graph.wanted(graph.laid_out(), {}) == []
     assert graph.on({}, {}) == {}
 
 
 @pytest.mark.parametrize(("keeps", "form", "size"), [("y", Form.GATHERED, 4096), ("y, w", Form.PULLED, 1024)])
-def test_a_gather_that_outlives_the_graph_is_pulled(keeps: str, form: Form, size: int):
+def test_a_gather_whose_result_the_graph_returns_is_pulled(keeps: str, form: Form, size: int):
     gather = "a = all_gather(p) @dp(4) via copy ranks=0-3 : 4KiB; w = wait(a)"
     schedule = parse(f"p = input : 1KiB; {gather}; y = kernel(w) : 8KiB; return {keeps}")
     assert forms_of(schedule) == {"a": form}
@@ -94,7 +96,7 @@ def test_a_gather_that_outlives_the_graph_is_pulled(keeps: str, form: Form, size
     assert wanted.bytes == HEAD_BYTES + size
 
 
-def test_an_exchange_that_outlives_the_graph_is_taken_out():
+def test_an_exchange_whose_result_the_graph_returns_is_taken_out():
     schedule = parse("b = all_to_all(x) @dp(2) via copy ranks=0-1 : 8KiB; v = wait(b); return v")
     graph = copying(schedule)
     assert forms_of(schedule) == {"b": Form.TAKEN_OUT}

@@ -1,4 +1,4 @@
-"""Bodies as fusion makes them, in C++: the numbers are eager's, whatever threads and alignment."""
+"""Bodies as fusion produces them, in C++: numbers equal eager's for any number of threads and alignment."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, rtol: float = 2e-6, atol
     [("rms_norm", 33, 500, F32), ("rms_norm_bf16", 64, 4096, BF16)]
     + [("rms_norm_symbolic", *size, F32) for size in [(1, 1), (7, 17), (17, 1000), (2, 5000), (0, 4)]],
 )
-def test_rms_norm(kernels: Kernels, name: str, rows: int, columns: int, dtype: torch.dtype):
+def test_rms_norm_equals_eager(kernels: Kernels, name: str, rows: int, columns: int, dtype: torch.dtype):
     x, w = torch.randn(rows, columns).to(dtype), torch.randn(columns)
     y, scale = torch.empty_like(x), torch.empty(rows)
     kernels.run(name, {"x": x, "w": w, "y": y, "scale": scale}, s0=rows, s1=columns)
@@ -54,7 +54,7 @@ def test_rms_norm(kernels: Kernels, name: str, rows: int, columns: int, dtype: t
     [("softmax", 40, 1000), ("softmax_one_row", 1, 100_000)]
     + [("softmax_symbolic", *size) for size in [(1, 1), (3, 17), (5, 5000)]],
 )
-def test_softmax_of_rows(kernels: Kernels, name: str, rows: int, columns: int):
+def test_softmax_of_rows_equals_eager(kernels: Kernels, name: str, rows: int, columns: int):
     x = torch.randn(rows, columns) * 5
     x[0, 0] = 1e30 if columns > 17 else 1.0
     y, top = torch.empty_like(x), torch.empty(rows)
@@ -63,7 +63,7 @@ def test_softmax_of_rows(kernels: Kernels, name: str, rows: int, columns: int):
     assert torch.equal(top, x.amax(1))
 
 
-def test_a_row_with_nan_becomes_nan_and_others_do_not(kernels: Kernels):
+def test_only_the_row_with_a_nan_becomes_nan(kernels: Kernels):
     x = torch.randn(40, 1000)
     x[3, 500] = torch.nan
     y, top = torch.empty_like(x), torch.empty(40)
@@ -76,7 +76,7 @@ def test_a_row_with_nan_becomes_nan_and_others_do_not(kernels: Kernels):
     ("name", "rows", "columns"),
     [("softmax_down", 70, 300)] + [("softmax_down_symbolic", *size) for size in [(1, 1), (17, 3), (1000, 200)]],
 )
-def test_softmax_of_columns(kernels: Kernels, name: str, rows: int, columns: int):
+def test_softmax_of_columns_equals_eager(kernels: Kernels, name: str, rows: int, columns: int):
     x = torch.randn(rows, columns) * 5
     y, top = torch.empty_like(x), torch.empty(columns)
     kernels.run(name, {"x": x, "y": y, "top": top}, s0=rows, s1=columns)
@@ -84,7 +84,7 @@ def test_softmax_of_columns(kernels: Kernels, name: str, rows: int, columns: int
     assert torch.equal(top, x.amax(0))
 
 
-def test_column_sums_of_two_values(kernels: Kernels):
+def test_column_sums_of_two_values_equal_eager(kernels: Kernels):
     g, x, mean, rstd = torch.randn(1000, 300), torch.randn(1000, 300), torch.randn(1000), torch.rand(1000)
     tensors = {"g": g, "x": x, "mean": mean, "rstd": rstd, "dw": torch.empty(300), "db": torch.empty(300)}
     kernels.run("weights", tensors)
@@ -93,7 +93,7 @@ def test_column_sums_of_two_values(kernels: Kernels):
     close(tensors["db"], g.double().sum(0).float(), atol=2e-5)
 
 
-def test_reductions_three_deep_over_two_loops(kernels: Kernels):
+def test_three_nested_reductions_over_two_loops_equal_eager(kernels: Kernels):
     x = torch.randn(9, 60)
     tensors = {"x": x, "largest": torch.empty(9), "variance": torch.empty(9)}
     kernels.run("three_passes", tensors)
@@ -102,7 +102,7 @@ def test_reductions_three_deep_over_two_loops(kernels: Kernels):
     close(tensors["largest"], ((x - mean[:, None]) / variance.sqrt()[:, None]).amax(1).float())
 
 
-def test_reduction_loops_around_a_parallel_one(kernels: Kernels):
+def test_a_reduction_over_the_outer_and_inner_dim_equals_eager(kernels: Kernels):
     x = torch.randn(6, 20, 10)
     tensors = {"x": x, "s": torch.empty(20), "at": torch.empty(20, dtype=I64)}
     kernels.run("permuted", tensors)
@@ -110,9 +110,9 @@ def test_reduction_loops_around_a_parallel_one(kernels: Kernels):
     assert torch.equal(tensors["at"], x.permute(1, 0, 2).reshape(20, 60).argmax(1))
 
 
-def test_positions_count_in_the_order_of_the_body(kernels: Kernels):
+def test_positions_are_counted_in_the_order_of_the_body(kernels: Kernels):
     x = torch.zeros(40, 50)
-    x[30, 2] = x[3, 40] = 1.0  # equal: (2, 30) comes first in the body's order, (3, 40) in memory
+    x[30, 2] = x[3, 40] = 1.0  # a tie: (2, 30) comes first in the body's order, (3, 40) in memory
     at = torch.empty(1, dtype=I64)
     kernels.run("reordered_argmax", {"x": x, "at": at})
     assert at.item() == 2 * 40 + 30
@@ -126,7 +126,7 @@ def test_swiglu_rounds_between_its_operations(kernels: Kernels, size: int):
     close(y.float(), (F.silu(a) * b).float(), 8e-3, 1e-6)
 
 
-def test_rotary_embedding_with_masked_halves(kernels: Kernels):
+def test_a_rotary_embedding_with_masked_halves_equals_eager(kernels: Kernels):
     x, sin, cos, y = torch.randn(35, 64), torch.randn(7, 64), torch.randn(7, 64), torch.empty(35, 64)
     kernels.run("rotary", {"x": x, "sin": sin, "cos": cos, "y": y})
     rotated = torch.cat([-x[:, 32:], x[:, :32]], 1)
@@ -134,33 +134,33 @@ def test_rotary_embedding_with_masked_halves(kernels: Kernels):
 
 
 @pytest.mark.parametrize(("name", "rows", "columns"), [("transposed", 300, 200), ("transposed_small", 5, 3)])
-def test_transpose(kernels: Kernels, name: str, rows: int, columns: int):
+def test_a_transpose_equals_eager(kernels: Kernels, name: str, rows: int, columns: int):
     x, y = torch.randn(rows, columns), torch.empty(columns, rows)
     kernels.run(name, {"x": x, "y": y})
     assert torch.equal(y, x.t())
 
 
-def test_permuted_dims_with_a_broadcast(kernels: Kernels):
+def test_permuted_dims_with_a_broadcast_equal_eager(kernels: Kernels):
     x, b, y = torch.randn(2, 5, 3, 8), torch.randn(8), torch.empty(2, 3, 5, 8)
     kernels.run("heads_first", {"x": x, "b": b, "y": y})
     assert torch.equal(y, x.transpose(1, 2) + b)
 
 
-def test_divisions_in_an_index(kernels: Kernels):
+def test_divisions_in_an_index_equal_eager(kernels: Kernels):
     x, y = torch.randn(10, 4), torch.empty(130)
     kernels.run("flattened", {"x": x, "y": y})
     at = torch.arange(130)
     assert torch.equal(y, x[at // 13, at // 3 % 4])
 
 
-def test_masked_loads_out_of_bounds_and_negative_floor_division(kernels: Kernels):
+def test_masked_loads_out_of_bounds_and_negative_floor_division_equal_eager(kernels: Kernels):
     x, y, half = torch.randn(8), torch.empty(11), torch.empty(11, dtype=I64)
     kernels.run("shifted", {"x": x, "y": y, "half": half})
     assert torch.equal(y, torch.cat([torch.zeros(3), x]))
     assert torch.equal(half, torch.arange(11).sub(5).div(2, rounding_mode="floor"))
 
 
-def test_embedding(kernels: Kernels):
+def test_an_embedding_equals_eager(kernels: Kernels):
     table, t = torch.randn(90, 48).to(BF16), torch.randint(0, 90, (77,))
     y = torch.empty(77, 48, dtype=BF16)
     kernels.run("embedding", {"table": table, "t": t, "y": y}, s0=77)
@@ -168,7 +168,7 @@ def test_embedding(kernels: Kernels):
 
 
 @pytest.mark.parametrize(("name", "columns", "dtype"), [("scatter_add", 200, F32), ("scatter_add_bf16", 8, BF16)])
-def test_scatter_add_is_the_sequential_sum(kernels: Kernels, name: str, columns: int, dtype: torch.dtype):
+def test_scatter_add_equals_the_sequential_sum(kernels: Kernels, name: str, columns: int, dtype: torch.dtype):
     t = torch.randint(0, 5, (400,), dtype=torch.int32)
     g = torch.randn(400, columns).to(dtype)
     d = torch.zeros(5, columns, dtype=dtype)
@@ -179,7 +179,7 @@ def test_scatter_add_is_the_sequential_sum(kernels: Kernels, name: str, columns:
     assert torch.equal(d, expected)
 
 
-def test_histogram_with_a_mask(kernels: Kernels):
+def test_a_masked_histogram_equals_eager(kernels: Kernels):
     t, d = torch.randint(0, 6, (100_000,)), torch.zeros(6, dtype=I64)
     kernels.run("histogram", {"t": t, "d": d}, s0=100_000)
     expected = torch.bincount(t, minlength=6)
@@ -187,14 +187,14 @@ def test_histogram_with_a_mask(kernels: Kernels):
     assert torch.equal(d, expected)
 
 
-def test_cross_entropy(kernels: Kernels):
+def test_cross_entropy_equals_eager(kernels: Kernels):
     x, t, loss = torch.randn(50, 3000) * 3, torch.randint(0, 3000, (50,)), torch.empty(50)
     kernels.run("cross_entropy", {"x": x, "t": t, "loss": loss})
     close(loss, F.cross_entropy(x.double(), t, reduction="none").float())
 
 
 @pytest.mark.parametrize("size", [1, 17, 100_003])
-def test_buffers_that_are_read_and_written(kernels: Kernels, size: int):
+def test_buffers_that_are_read_and_written_equal_eager(kernels: Kernels, size: int):
     p, m, g = torch.randn(size), torch.randn(size), torch.randn(size).to(BF16)
     expected_m = m * 0.9 + g
     expected_p = p - expected_m * 0.1
@@ -203,7 +203,7 @@ def test_buffers_that_are_read_and_written(kernels: Kernels, size: int):
     assert torch.equal(p, expected_p)
 
 
-def test_an_output_may_be_the_memory_of_an_input(kernels: Kernels):
+def test_an_output_may_have_the_memory_of_an_input(kernels: Kernels):
     x, w, scale = torch.randn(33, 500), torch.randn(500), torch.empty(33)
     y = torch.empty_like(x)
     kernels.run("rms_norm", {"x": x, "w": w, "y": y, "scale": scale})
@@ -211,19 +211,19 @@ def test_an_output_may_be_the_memory_of_an_input(kernels: Kernels):
     assert torch.equal(x, y)
 
 
-def test_a_body_without_loops(kernels: Kernels):
+def test_a_body_without_loops_runs_once(kernels: Kernels):
     x, y = torch.tensor(2.5), torch.empty(())
     kernels.run("no_loops", {"x": x, "y": y})
     assert y.item() == 3.5
 
 
-def test_strided_slice(kernels: Kernels):
+def test_a_strided_slice_equals_eager(kernels: Kernels):
     x, y = torch.randn(10, 30), torch.empty(10, 15)
     kernels.run("strided", {"x": x, "y": y})
     assert torch.equal(y, x[:, ::2])
 
 
-def test_reading_memory_as_another_dtype(kernels: Kernels):
+def test_memory_can_be_read_as_another_dtype(kernels: Kernels):
     x, y, bits = torch.randn(100), torch.empty(100), torch.empty(100, dtype=torch.int32)
     kernels.run("view", {"x": x, "y": y, "bits": bits})
     assert torch.equal(y, x)
@@ -290,7 +290,7 @@ def test_results_do_not_depend_on_alignment(kernels: Kernels):
     assert all(torch.equal(results[0], y) for y in results)
 
 
-def test_equal_bodies_of_other_buffers_are_one_kernel():
+def test_equal_bodies_with_different_buffers_are_one_kernel():
     generator = CppGenerator()
     body = rms_norm(33, 500)
     renamed = Body(
@@ -323,7 +323,7 @@ def test_a_hint_becomes_part_of_an_identifier():
     assert name.isidentifier()
 
 
-def test_what_cannot_be_generated_is_refused_with_a_reason():
+def test_bodies_that_cannot_be_generated_are_refused_with_a_reason():
     complex_load = Body((loop(p0, 4),), (), (Store("y", p0, Load("x", p0, torch.complex64), torch.complex64),))
     assert CppGenerator().refuse(complex_load) == "no torch.complex64 on cpu"
     wild = Load("x", sympy.floor(p0 / 2), F32)
@@ -363,8 +363,8 @@ def test_the_compiler_vectorizes_every_loop_that_computes(kernels: Kernels, name
             assert vectorized & set(range(at, end + 1)), text
 
 
-def test_no_header_takes_longer_to_parse_than_a_kernel_to_compile(tmp_path: Path):
-    """math.h alone took a quarter of the time that the compiler took for a small kernel."""
+def test_kernels_do_not_include_headers_that_are_slow_to_parse(tmp_path: Path):
+    """Including math.h alone took a quarter of the time to compile a small kernel."""
     compiler = find_compiler()
     source = tmp_path / "prelude.cpp"
     source.write_text(prelude())

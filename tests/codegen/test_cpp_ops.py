@@ -1,4 +1,4 @@
-"""Every operation and reduction of the loop IR in C++, against eager torch, with the values that go wrong."""
+"""Every operation and reduction of the loop IR in C++ equals eager torch, over values that are error-prone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = (*FLOATS, *INTEGERS, torch.bool)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # formats that are only converted
 CONVERTED = (*ALL, *FLOAT8)
 
-# The longest error of a vector math function is 4 units in the last place; half a unit more where a result of lower
+# The largest error of a vector math function is 4 units in the last place; half a unit more if a result of lower
 # precision is rounded from float32.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-6, "atol": 1e-37},
@@ -28,7 +28,7 @@ TOLERANCE = {
     torch.bfloat16: {"rtol": 8e-3, "atol": 1e-37},
     torch.float16: {"rtol": 1e-3, "atol": 1e-7},
 }
-# Exact on IEEE hardware and in eager alike: no tolerance.
+# Exact on IEEE hardware and in eager: no tolerance.
 EXACT = frozenset(
     "neg abs sign signbit reciprocal sqrt relu floor ceil trunc round isnan isinf logical_not bitwise_not "
     "add sub mul div floor_div trunc_div remainder fmod copysign nextafter maximum minimum where".split()
@@ -61,7 +61,7 @@ BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         ).split()
     },
 }
-# Where eager on CPU is not exact (sqrt of float32 is off by one bit here and there, fmod by a subnormal is NaN).
+# Where eager on CPU is not exact (sqrt of float32 is sometimes off by one bit, fmod by a subnormal is NaN).
 C_LIBRARY = {"sqrt": np.sqrt, "fmod": np.fmod, "remainder": np.remainder}
 INT_UNARY = "neg abs sign signbit relu floor ceil trunc round logical_not bitwise_not".split()
 INT_BINARY = (
@@ -72,7 +72,7 @@ BOOL_UNARY = ["logical_not", "bitwise_not"]
 BOOL_BINARY = (
     "add mul eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor maximum minimum"
 ).split()
-SCALAR_ONLY = ("lgamma", "nextafter")  # their loops are not vectorized; kept apart so that all others are
+SCALAR_ONLY = ("lgamma", "nextafter")  # not vectorized, so these are in another kernel than the other operations
 
 
 def test_the_tables_cover_the_ir():
@@ -85,7 +85,7 @@ def operations_of(dtype: torch.dtype, arity: int) -> list[str]:
         names = list(UNARY if arity == 1 else BINARY)
         without = {"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "shift_left", "shift_right"}
         if dtype in (torch.bfloat16, torch.float16):
-            without |= {"nextafter"}  # a neighbour in float32 is not one in bfloat16
+            without |= {"nextafter"}  # a neighbour in float32 is no neighbour in bfloat16
         return [name for name in names if name not in without]
     if dtype == torch.bool:
         return BOOL_UNARY if arity == 1 else BOOL_BINARY
@@ -93,7 +93,7 @@ def operations_of(dtype: torch.dtype, arity: int) -> list[str]:
 
 
 def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """All pairs of special values, and as many ordinary ones."""
+    """Return all pairs of special values, followed by 1,000 pairs of ordinary ones."""
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
         special = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -3.0, 1e-3, 100.0, -100.0, info.max]
@@ -121,7 +121,7 @@ def result_dtype(name: str, value: Value, dtype: torch.dtype) -> torch.dtype:
 
 
 def elementwise(dtype: torch.dtype, names: list[str]) -> Body:
-    """One kernel that applies every operation to the same two operands."""
+    """Return a body that applies every operation to the same two operands."""
     a, b = Load("a", p0, dtype), Load("b", p0, dtype)
     stores = []
     for name in names:
@@ -131,7 +131,7 @@ def elementwise(dtype: torch.dtype, names: list[str]) -> Body:
 
 
 def casts(source: torch.dtype) -> Body:
-    """`source` converted to everything; low-precision casts also kept in float32, rounded through."""
+    """Return a body that converts `source` to every dtype, stored as that dtype and, rounded to it, as float64."""
     a = Load("a", p0, source)
     stores = [Store(f"to_{to}", p0, a, to) for to in CONVERTED]
     stores += [Store(f"via_{to}", p0, Cast(a, to), torch.float64) for to in CONVERTED]
@@ -144,7 +144,7 @@ def where(dtype: torch.dtype) -> Body:
 
 
 def reductions_of(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
-    """(kind, dtype of the result) for sources of `dtype`."""
+    """Return the pairs (kind, dtype of the result) for sources of `dtype`."""
     if dtype == torch.bool:
         return [("any", torch.bool), ("all", torch.bool), ("sum", torch.int64)]
     total = torch.int64 if not dtype.is_floating_point else dtype
@@ -159,7 +159,7 @@ def reductions_of(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
 
 
 def reduction(dtype: torch.dtype, layout: str, kinds: list[tuple[str, torch.dtype]]) -> Body:
-    """Every reduction of an s0 x s1 matrix along rows or columns, or of all of it."""
+    """Return a body with reductions of an s0 x s1 matrix along rows or columns, or of the whole matrix."""
     outer, inner = {
         "rows": ((loop(p0, s0),), (loop(r0, s1),)),
         "columns": ((loop(p0, s1),), (loop(r0, s0),)),
@@ -210,7 +210,7 @@ BODIES: dict[str, Body] = {
 
 @pytest.fixture(scope="module")
 def results(kernels: Kernels) -> dict[torch.dtype, dict[str, torch.Tensor]]:
-    """What every operation gives on `operands(dtype)`."""
+    """Run every operation on `operands(dtype)`; return the tensors by dtype and operation."""
     found: dict[torch.dtype, dict[str, torch.Tensor]] = {}
     for dtype in ALL:
         a, b = operands(dtype)
@@ -237,7 +237,7 @@ CASES = [(dtype, name) for dtype in ALL for arity in (1, 2) for name in operatio
 @pytest.mark.parametrize(
     ("dtype", "name"), CASES, ids=[f"{name}-{dtype}".replace("torch.", "") for dtype, name in CASES]
 )
-def test_operation(results: dict[torch.dtype, dict[str, torch.Tensor]], dtype: torch.dtype, name: str):
+def test_an_operation_equals_eager(results: dict[torch.dtype, dict[str, torch.Tensor]], dtype: torch.dtype, name: str):
     tensors = results[dtype]
     args = [tensors["a"], tensors["b"]][: OPERATIONS[name]]
     actual = tensors[name]
@@ -260,8 +260,8 @@ def test_operation(results: dict[torch.dtype, dict[str, torch.Tensor]], dtype: t
         assert torch.equal(torch.signbit(actual)[numbers], torch.signbit(expected)[numbers])
 
 
-def test_our_own_functions_are_within_two_units_everywhere(kernels: Kernels):
-    """Every 4099th float of either sign; results below the smallest normal number within that many units of it."""
+def test_own_exp_and_erf_are_within_two_units_in_the_last_place(kernels: Kernels):
+    """Tested on every 4099th float of either sign; below the smallest normal number, the unit is that number's."""
     bits = torch.arange(0, 0x7F800000, 4099, dtype=torch.int64).to(torch.int32)
     a = torch.cat([bits, bits - 2**31]).view(torch.float32)
     found = {
@@ -287,7 +287,7 @@ def test_dividing_integers_by_zero_does_not_end_the_process(
 
 
 def converted(kernels: Kernels, a: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`a` in every format: `to_torch.float16` as stored, `via_torch.float16` rounded through it and kept in float64."""
+    """Convert `a` to every format: `to_torch.float16` has that dtype, `via_torch.float16` is float64 rounded to it."""
     tensors = {"a": a}
     for store in BODIES[f"casts_{a.dtype}"].stores:
         tensors[store.buffer] = torch.empty(len(a), dtype=store.memory_dtype)
@@ -303,7 +303,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("source", ALL, ids=str)
-def test_casts(kernels: Kernels, source: torch.dtype):
+def test_casts_equal_eager(kernels: Kernels, source: torch.dtype):
     a = operands(source)[0]
     if source.is_floating_point:
         a = torch.cat([a, torch.linspace(-1, 1, 4097).to(source), torch.randn(5000).mul_(1e-6).to(source)])
@@ -311,7 +311,7 @@ def test_casts(kernels: Kernels, source: torch.dtype):
     for to in CONVERTED:
         keep = torch.ones(len(a), dtype=torch.bool)
         if source.is_floating_point and not to.is_floating_point and to != torch.bool:
-            keep = a.double().abs() < (127 if to != torch.uint8 else 255)  # beyond, C++ leaves it open
+            keep = a.double().abs() < (127 if to != torch.uint8 else 255)  # undefined in C++ beyond
             keep &= (a >= 0) | (to != torch.uint8)
         expected = a.to(to)
         assert_equal(tensors[f"to_{to}"][keep], expected[keep])
@@ -319,7 +319,7 @@ def test_casts(kernels: Kernels, source: torch.dtype):
 
 
 def every_number(dtype: torch.dtype) -> torch.Tensor:
-    """Each bit pattern of a format of one or two bytes."""
+    """Return every bit pattern of a format of one or two bytes."""
     count, unsigned = (65536, torch.uint16) if dtype.itemsize == 2 else (256, torch.uint8)
     return torch.arange(count, dtype=torch.int32).to(unsigned).view(dtype)
 
@@ -328,7 +328,7 @@ SHORT = (torch.bfloat16, torch.float16, *FLOAT8)
 
 
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
-def test_formats_are_exact(kernels: Kernels, dtype: torch.dtype):
+def test_conversions_from_every_number_of_a_short_format_are_exact(kernels: Kernels, dtype: torch.dtype):
     a = every_number(dtype)
     tensors = converted(kernels, a)
     for to in (*FLOATS, *FLOAT8):
@@ -345,7 +345,7 @@ def test_rounding_to_low_precision_is_to_nearest_even(kernels: Kernels, dtype: t
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_where(kernels: Kernels, dtype: torch.dtype):
+def test_where_equals_eager(kernels: Kernels, dtype: torch.dtype):
     a, b = operands(dtype)
     c = torch.arange(len(a)) % 3 == 0
     y = torch.empty_like(a)
@@ -377,7 +377,9 @@ def matrix(dtype: torch.dtype, rows: int, columns: int, special: bool) -> torch.
     [(dtype, layout) for dtype in ALL for layout in LAYOUTS if f"reduce_{dtype}_{layout}" in BODIES],
     ids=str,
 )
-def test_reductions(kernels: Kernels, dtype: torch.dtype, layout: str, special: bool, size: tuple[int, int]):
+def test_reductions_equal_eager(
+    kernels: Kernels, dtype: torch.dtype, layout: str, special: bool, size: tuple[int, int]
+):
     name = f"reduce_{dtype}_{layout}"
     x = matrix(dtype, *size, special)
     shape = {"rows": size[0], "columns": size[1], "full": 1}[layout]
@@ -401,8 +403,8 @@ def test_reductions(kernels: Kernels, dtype: torch.dtype, layout: str, special: 
         if dtype.is_floating_point and kind in ("sum", "prod"):
             tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).tiny}
             if kind == "prod":
-                tolerance["rtol"] += source.shape[dim] * 6e-8  # a rounding each
-            else:  # measured against what is added up, not against what is left of it
+                tolerance["rtol"] += source.shape[dim] * 6e-8  # one rounding per factor
+            else:  # relative to the sum of magnitudes, because terms can cancel
                 tolerance["atol"] += 2e-7 * float(wide.nan_to_num(0, 0, 0).abs().sum(dim).max())
         torch.testing.assert_close(tensors[kind], expected, equal_nan=True, **tolerance)
 
@@ -411,14 +413,16 @@ def test_reductions(kernels: Kernels, dtype: torch.dtype, layout: str, special: 
 @pytest.mark.parametrize("special", [False, True], ids=["ordinary", "special"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
-def test_positions_of_extremes(kernels: Kernels, dtype: torch.dtype, layout: str, special: bool, size: tuple[int, int]):
+def test_argmax_and_argmin_give_the_first_position(
+    kernels: Kernels, dtype: torch.dtype, layout: str, special: bool, size: tuple[int, int]
+):
     x = matrix(dtype, *size, special)
     shape = {"rows": size[0], "columns": size[1], "full": 1}[layout]
     tensors = {"x": x, **{kind: torch.empty(shape, dtype=torch.int64) for kind, _ in ARG}}
     kernels.run(f"arg_{dtype}_{layout}", tensors, s0=size[0], s1=size[1])
     source, dim = (x.reshape(-1), 0) if layout == "full" else (x, 1 if layout == "rows" else 0)
     for kind, best in (("argmax", source.amax(dim)), ("argmin", source.amin(dim))):
-        # eager does not promise the first of equals; the IR does
+        # The IR defines that ties give the first position; eager does not.
         wanted = best.unsqueeze(dim)
         equal = torch.where(wanted.isnan(), source.isnan(), source == wanted)
         expected = equal.to(torch.uint8).argmax(dim).reshape(shape)
@@ -429,7 +433,7 @@ def test_positions_of_extremes(kernels: Kernels, dtype: torch.dtype, layout: str
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
-def test_of_nothing_but_extremes_the_first_is_chosen(kernels: Kernels, layout: str, value: float):
+def test_argmax_and_argmin_of_equal_extreme_values_give_the_first_position(kernels: Kernels, layout: str, value: float):
     x = torch.full((3, 1000), value)
     shape = {"rows": 3, "columns": 1000, "full": 1}[layout]
     tensors = {"x": x, **{kind: torch.full((shape,), -1) for kind, _ in ARG}}

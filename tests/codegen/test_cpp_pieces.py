@@ -1,4 +1,4 @@
-"""Loops written in pieces between the borders of their masks: the same numbers, and no masks left."""
+"""Loops are divided into pieces at the borders of their masks: numbers stay the same, and no masks are left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compared(name: str, left: sympy.Expr, right: sympy.Expr | int) -> Value:
 
 
 def joined(width: int, first: int, dtype: torch.dtype) -> Body:
-    """Rows of a and b side by side."""
+    """Return a body that concatenates the rows of a and b."""
     low, high = compared("lt", p1, first), compared("ge", p1, first)
     a = Load("a", first * p0 + p1, dtype, mask=low)
     b = Load("b", (width - first) * p0 + p1 - first, dtype, mask=high)
@@ -32,7 +32,7 @@ def joined(width: int, first: int, dtype: torch.dtype) -> Body:
 
 
 def causal(rows: int) -> Body:
-    """Sums of what lies at or below the diagonal, and the matrix with zeros above it."""
+    """Return a body for the lower triangle of a matrix and the sums of its rows."""
     seen = compared("le", r0, p0)
     value = op("where", seen, Load("x", rows * p0 + r0, F32), Constant(0.0, F32))
     stores = (Store("y", rows * p0 + r0, value, F32), Store("total", p0, Reduce("sum", value, F32), F32))
@@ -40,7 +40,7 @@ def causal(rows: int) -> Body:
 
 
 def column_sums_of_joined(width: int, first: int, rows: int) -> Body:
-    """Sums down the columns of a and b side by side: the border lies inside a tile of columns."""
+    """Return a body for the column sums of a and b concatenated: the border is inside a tile of columns."""
     low, high = compared("lt", p0, first), compared("ge", p0, first)
     a = Load("a", first * r0 + p0, F32, mask=low)
     b = Load("b", (width - first) * r0 + p0 - first, F32, mask=high)
@@ -57,7 +57,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize(("name", "first", "second"), [("joined_f32", 37, 63), ("joined_bf16", 2000, 3000)])
-def test_what_is_copied_keeps_its_bits(kernels: Kernels, name: str, first: int, second: int):
+def test_concatenated_numbers_keep_their_bits(kernels: Kernels, name: str, first: int, second: int):
     dtype = BF16 if name.endswith("bf16") else F32
     whole = torch.int16 if dtype is BF16 else torch.int32
     a, b = (torch.randint(-30000, 30000, (5, width), dtype=whole).view(dtype) for width in (first, second))
@@ -66,7 +66,7 @@ def test_what_is_copied_keeps_its_bits(kernels: Kernels, name: str, first: int, 
     assert torch.equal(y.view(whole), torch.cat([a, b], 1).view(whole))  # NaNs of every kind included
 
 
-def test_a_border_that_moves_with_an_outer_loop(kernels: Kernels):
+def test_a_border_that_depends_on_an_outer_loop_gives_eagers_numbers(kernels: Kernels):
     x = torch.randn(77, 77)
     y, total = torch.empty(77, 77), torch.empty(77)
     kernels.run("causal", {"x": x, "y": y, "total": total})
@@ -74,7 +74,7 @@ def test_a_border_that_moves_with_an_outer_loop(kernels: Kernels):
     torch.testing.assert_close(total, x.tril().sum(1))
 
 
-def test_a_border_inside_a_tile_of_columns(kernels: Kernels):
+def test_a_border_inside_a_tile_of_columns_gives_eagers_numbers(kernels: Kernels):
     a, b, y = torch.randn(40, 150), torch.randn(40, 150), torch.empty(300)
     kernels.run("columns", {"a": a, "b": b, "y": y})
     torch.testing.assert_close(y, torch.cat([a, b], 1).sum(0))
@@ -100,7 +100,7 @@ def test_conditions_hold_where_a_piece_says_so(name: str, flipped: bool, step: i
             assert piece.facts[condition] == compare(*(sides[::-1] if flipped else sides)), (piece, at)
 
 
-def test_what_follows_from_conditions_is_known_too():
+def test_values_of_combined_conditions_are_known():
     low, high = compared("ge", p0, 32), compared("lt", p0, 64)
     both, neither = op("logical_and", low, high), op("logical_not", op("logical_or", low, high))
     found = pieces([low, high, both, *neither.operands(), neither], loop(p0, 96))
@@ -111,18 +111,18 @@ def test_what_follows_from_conditions_is_known_too():
 @pytest.mark.parametrize(
     ("conditions", "size"),
     [
-        ([compared("lt", 2 * p0, 40)], 64),  # more than one element a step
-        ([compared("lt", p0, 5)], 20),  # too short
-        ([compared("lt", p0, 40), compared("lt", p0, p1)], 64),  # which comes first is not known
-        ([compared("lt", p0, 100)], 64),  # never changes
-        ([compared("lt", p0, 32 * at) for at in range(1, 20)], 1000),  # too many
+        ([compared("lt", 2 * p0, 40)], 64),  # the index advances by more than one element per step
+        ([compared("lt", p0, 5)], 20),  # too short a piece
+        ([compared("lt", p0, 40), compared("lt", p0, p1)], 64),  # borders in unknown order
+        ([compared("lt", p0, 100)], 64),  # the condition never changes
+        ([compared("lt", p0, 32 * at) for at in range(1, 20)], 1000),  # too many pieces
     ],
 )
 def test_a_loop_stays_whole(conditions: list[Value], size: int):
     assert pieces(conditions, loop(p0, size)) == [LoopPiece()]
 
 
-def test_a_border_and_a_size_known_at_launch():
+def test_a_border_at_a_symbolic_size_leaves_no_mask():
     value = op("where", compared("lt", p0, s0 - 3), number(1), number(2))
     body = Body((loop(p0, s0),), (), (Store("y", p0, value, I64),))
     text = CppGenerator().generate(body, "tail").text

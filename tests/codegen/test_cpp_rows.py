@@ -1,4 +1,4 @@
-"""Short rows that go through each pass together: any number of them, one or several loops, kept values, symbols."""
+"""Short rows are processed together, one per vector lane: any number of them, one or several loops, symbolic sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F32 = torch.float32
 
 
 def heads_scaled(tokens: int, heads: int, width: int) -> Body:
-    """Each head of each token by its norm, a weight a token, and the norm itself."""
+    """Return a body that divides every head by its norm, scales it by a weight per token, and stores the norm."""
     at = heads * width * p0 + width * p1 + r0
     x, weight = Load("x", at, F32), Load("w", p0, F32)
     norm = op("sqrt", total(op("mul", x, x)))
@@ -26,7 +26,7 @@ def heads_scaled(tokens: int, heads: int, width: int) -> Body:
 
 
 def sums(width: int, dtype: torch.dtype) -> Body:
-    """Sums of squares of 40 rows."""
+    """Return a body for the sums of squares of 40 rows."""
     x = Load("x", width * p0 + r0, dtype)
     return Body((loop(p0, 40),), (loop(r0, width),), (Store("y", p0, Reduce("sum", op("mul", x, x), dtype), dtype),))
 
@@ -38,11 +38,11 @@ BODIES = {
     "softmax": softmax(203, 77),
     "rms_norm_symbolic": rms_norm(s0, 60),
     "heads": heads_scaled(70, 8, 33),
-    "pairs": heads_scaled(70, 2, 33),  # the heads are too few: tokens go together
+    "pairs": heads_scaled(70, 2, 33),  # too few heads for a vector: tokens are processed together
 }
 
 
-def test_rows_go_together(kernels: Kernels):
+def test_short_rows_are_processed_together(kernels: Kernels):
     together = [source.text for name, source in kernels.sources.items() if not name.startswith("sum_")]
     assert all("lane < lanes" in text for text in together)
     assert "p0 = p0_block + lane" in kernels.sources["pairs"].text
@@ -52,7 +52,7 @@ def test_rows_go_together(kernels: Kernels):
 @pytest.mark.parametrize(
     ("name", "rows", "columns"), [("rms_norm", 201, 100)] + [("rms_norm_symbolic", n, 60) for n in (1, 16, 37)]
 )
-def test_rms_norm(kernels: Kernels, name: str, rows: int, columns: int):
+def test_rms_norm_of_short_rows_equals_eager(kernels: Kernels, name: str, rows: int, columns: int):
     x, w = torch.randn(rows, columns), torch.randn(columns)
     y, scale = torch.empty_like(x), torch.empty(rows)
     kernels.run(name, {"x": x, "w": w, "y": y, "scale": scale}, s0=rows)
@@ -60,7 +60,7 @@ def test_rms_norm(kernels: Kernels, name: str, rows: int, columns: int):
     torch.testing.assert_close(scale, torch.rsqrt(x.pow(2).mean(1) + 1e-5))
 
 
-def test_softmax_keeps_its_exponentials_for_every_row(kernels: Kernels):
+def test_softmax_computes_its_exponentials_once(kernels: Kernels):
     x, y, top = torch.randn(203, 77) * 5, torch.empty(203, 77), torch.empty(203)
     x[3] = -torch.inf
     kernels.run("softmax", {"x": x, "y": y, "top": top})
@@ -71,7 +71,7 @@ def test_softmax_keeps_its_exponentials_for_every_row(kernels: Kernels):
 
 
 @pytest.mark.parametrize(("name", "heads"), [("heads", 8), ("pairs", 2)])
-def test_rows_of_several_loops(kernels: Kernels, name: str, heads: int):
+def test_rows_over_several_loops_equal_eager(kernels: Kernels, name: str, heads: int):
     x, w = torch.randn(70, heads, 33), torch.randn(70)
     y, norm = torch.empty_like(x), torch.empty(70, heads)
     kernels.run(name, {"x": x, "w": w, "y": y, "norm": norm})
@@ -82,8 +82,8 @@ def test_rows_of_several_loops(kernels: Kernels, name: str, heads: int):
 
 
 @pytest.mark.parametrize(("width", "dtype"), SUMS)
-def test_short_rows_are_summed_at_their_end(kernels: Kernels, width: int, dtype: torch.dtype):
-    torch.manual_seed(width)  # the limit is two roundings: no room for an unlucky draw
+def test_the_terms_of_short_rows_are_summed_after_the_loop(kernels: Kernels, width: int, dtype: torch.dtype):
+    torch.manual_seed(width)  # fixed because the tolerance is only two roundings
     x, y = torch.randn(40, width, dtype=dtype), torch.empty(40, dtype=dtype)
     kernels.run(f"sum_{dtype}_{width}", {"x": x, "y": y})
     exact = x.double().pow(2).sum(1)

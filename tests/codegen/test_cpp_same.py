@@ -1,4 +1,4 @@
-"""Kernels that must give the same numbers in C++ as in Triton: the cases of the Triton tests, compiled for the CPU."""
+"""Kernels that must compute the same in C++ as in Triton: cases of the Triton tests, compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.codegen.triton_ops import Case, atomics, bitcasts, random_numbers
 
 
 @pytest.mark.parametrize("case", [random_numbers(), bitcasts(), atomics()], ids=lambda case: case.name)
-def test_cpp_and_triton_agree(case: Case, tmp_path):
+def test_cpp_gives_the_numbers_that_triton_gives(case: Case, tmp_path):
     generator = CppGenerator()
     source = generator.generate(case.body, case.name)
     problems = case.run(generator.load([source], tmp_path)[source.name], source, "cpu")

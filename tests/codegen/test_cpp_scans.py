@@ -1,4 +1,4 @@
-"""Bodies that scan, in C++, against eager torch."""
+"""Bodies with scans in C++ equal eager torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.codegen.cpp_kernels import Kernels
 from tests.codegen.scan_cases import long_scans, scan_cases, scans, symbolic_scan
 from tests.codegen.terms import boolean, f32, f64, i32, i64, loop, p0, r0
 
-# Longer than a block, and enough rows for threads.
+# Added: rows longer than a block, and enough rows for several threads.
 CASES = [*scan_cases(), *(scans(70, 5000, dtype) for dtype in (f32, i64, boolean))]
 CASES += [symbolic_scan(2, 100_000), *(long_scans(4500, dtype) for dtype in (f32, f64, i32))]
 NAMED = {f"{case.name}_{at}": case for at, case in enumerate(CASES)}
@@ -29,13 +29,13 @@ def test_numbers_equal_eager(kernels: Kernels, name: str):
     assert case.run(kernels.launchers[source.name], source, "cpu") == [], source.text
 
 
-def test_a_scan_is_computed_once_where_a_later_pass_needs_it_too():
+def test_a_scan_that_a_later_pass_reads_is_computed_once():
     (nucleus,) = (case for case in scan_cases() if case.name == "nucleus")
     text = CppGenerator().generate(nucleus.body, "nucleus").text
     assert text.count("double scan") == 1, text
 
 
-def test_what_a_scan_is_given_is_computed_side_by_side():
+def test_the_input_of_a_scan_is_computed_by_a_vectorized_loop():
     (nucleus,) = (case for case in scan_cases() if case.name == "nucleus")
     lines = CppGenerator().generate(nucleus.body, "nucleus").text.splitlines()
     (call,) = (at for at, text in enumerate(lines) if "scan_sums(" in text)

@@ -1,4 +1,4 @@
-"""Pieces of a loop that read the same memory, as one loop: what is read and computed once, and where pieces stay."""
+"""Pieces of a loop that read the same memory are joined into one loop, which reads and computes each value once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADS, WIDTH = 40, 64
 
 
 def rotated(at, symbol, half: int, dtype: torch.dtype) -> tuple[Value, Value]:
-    """exp(x), rounded to bfloat16, and the same with its halves changed: cat(-second, first)."""
+    """Return exp(x), rounded to bfloat16, and the same with swapped halves: cat(-second, first)."""
 
     def made(index, mask=None) -> Value:
         return Cast(op("exp", Load("x", index, dtype, mask)), BF16)
@@ -31,7 +31,7 @@ def rotary(width: int, half: int, dtype: torch.dtype = F32) -> Body:
 
 
 def rotary_sum() -> Body:
-    """Sums of rows of the same, and each element less half of its row's."""
+    """Return a body for the row sums of a rotary embedding, and every element minus half of its row's sum."""
     plain, turned = rotated(WIDTH * p0 + r0, r0, WIDTH // 2, F32)
     value = op("add", plain, op("mul", turned, Load("sin", r0, F32)))
     total = Reduce("sum", value, F32)
@@ -43,7 +43,7 @@ def rotary_sum() -> Body:
 
 
 def side_by_side_in_memory() -> Body:
-    """The halves of a row from two buffers: they share no read."""
+    """Return a body that reads the halves of a row from two buffers, so that they share no load."""
     first = op("lt", Index(p1), Index(32 + 0 * p1))
     second = op("ge", Index(p1), Index(32 + 0 * p1))
     value = op("where", first, Load("a", 32 * p0 + p1, F32, first), Load("b", 32 * p0 + p1 - 32, F32, second))
@@ -66,7 +66,7 @@ def expected(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "symbolic"])
-def test_halves_are_computed_once(kernels: Kernels, name: str):
+def test_swapped_halves_are_computed_once(kernels: Kernels, name: str):
     dtype = BF16 if name == "bf16" else F32
     x, cos, sin = torch.randn(HEADS, WIDTH).to(dtype), torch.randn(WIDTH), torch.randn(WIDTH)
     y = torch.empty_like(x)
@@ -78,7 +78,7 @@ def test_halves_are_computed_once(kernels: Kernels, name: str):
     assert kernels.sources[name].text.count("omp simd") == 1
 
 
-def test_both_passes_over_a_row(kernels: Kernels):
+def test_halves_are_joined_in_both_passes_over_a_row(kernels: Kernels):
     x, sin, total, y = torch.randn(HEADS, WIDTH), torch.randn(WIDTH), torch.empty(HEADS), torch.empty(HEADS, WIDTH)
     kernels.run("sum", {"x": x, "sin": sin, "total": total, "y": y})
     made, turned = expected(x, WIDTH // 2)
@@ -88,7 +88,7 @@ def test_both_passes_over_a_row(kernels: Kernels):
     assert "r0_32" in kernels.sources["sum"].text
 
 
-def test_pieces_of_other_lengths_or_other_memory_stay_pieces(kernels: Kernels):
+def test_pieces_of_different_lengths_or_buffers_are_not_joined(kernels: Kernels):
     for name in ("uneven", "joined"):
         assert kernels.sources[name].text.count("omp simd") == 2
     a, b, y = torch.randn(HEADS, 32), torch.randn(HEADS, 32), torch.empty(HEADS, WIDTH)

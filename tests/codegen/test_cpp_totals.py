@@ -1,4 +1,4 @@
-"""Kernels that go over rows and total the columns on the way, and stores that need not wait for a reduction."""
+"""Kernels that run over rows and also total the columns, and stores that need not wait for a reduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 
 
 def norm_backward(rows, columns, dtype: torch.dtype = F32) -> Body:
-    """Gradients of a row-wise scaled input and, as totals, of the weight (and of a bias)."""
+    """Return a body for the gradients of a row-wise scaled input and, as totals, of weight and bias."""
     at = columns * p0 + r0
     x, g, w = Load("x", at, dtype), Load("g", at, dtype), Load("w", r0, dtype)
     mean = op("div", Reduce("sum", op("mul", op("mul", g, w), x), F32), Cast(Index(sympy.sympify(columns)), F32))
@@ -31,7 +31,7 @@ def norm_backward(rows, columns, dtype: torch.dtype = F32) -> Body:
 
 
 def batches() -> Body:
-    """Totals over two loops of rows; integers, and a product."""
+    """Return a body for an integer sum and product over two loops of rows."""
     at = 35 * p0 + 5 * p1 + r0
     x = Load("x", at, I64)
     wide = op("sub", x, Reduce("min", x, I64))
@@ -40,7 +40,7 @@ def batches() -> Body:
 
 
 def columns_and_elements(rows, columns) -> Body:
-    """What an activation's backward gives, element by element, and its column sums."""
+    """Return a body for the elements of an activation's gradient and their column sums."""
     at = columns * r0 + p0
     value: Value = op("exp", Load("x", at, F32))
     stores = (Store("y", at, value, F32), Store("db", p0, Reduce("sum", value, F32), F32))
@@ -78,7 +78,9 @@ def run_norm(kernels: Kernels, name: str, rows: int, columns: int, dtype: torch.
         ("symbolic", 1, 1, F32),
     ],
 )
-def test_rows_and_totals_of_columns(kernels: Kernels, name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_rows_and_totals_of_columns_equal_eager(
+    kernels: Kernels, name: str, rows: int, columns: int, dtype: torch.dtype
+) -> None:
     found = run_norm(kernels, name, rows, columns, dtype)
     x, g, w = (found[key].double() for key in ("x", "g", "w"))
     mean = (g * w * x).mean(1, keepdim=True)
@@ -89,7 +91,7 @@ def test_rows_and_totals_of_columns(kernels: Kernels, name: str, rows: int, colu
     assert torch.equal(found["db16"], found["db"].bfloat16().float())
 
 
-def test_integers_and_products_over_two_loops_of_rows(kernels: Kernels) -> None:
+def test_integer_sums_and_products_over_two_loops_of_rows_equal_eager(kernels: Kernels) -> None:
     x = torch.randint(-5, 5, (3, 7, 5))
     found = {"x": x, "sum": torch.empty(5, dtype=I64), "prod": torch.empty(5, dtype=I64)}
     kernels.run("batches", found)
@@ -99,7 +101,7 @@ def test_integers_and_products_over_two_loops_of_rows(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize(("name", "rows", "columns"), [("elements", 200, 150), ("few columns", 5000, 3)])
-def test_elements_and_their_column_sums(kernels: Kernels, name: str, rows: int, columns: int) -> None:
+def test_elements_and_their_column_sums_equal_eager(kernels: Kernels, name: str, rows: int, columns: int) -> None:
     found = {"x": torch.randn(rows, columns), "y": torch.empty(rows, columns), "db": torch.empty(columns)}
     kernels.run(name, found)
     torch.testing.assert_close(found["y"], found["x"].exp())
@@ -107,7 +109,7 @@ def test_elements_and_their_column_sums(kernels: Kernels, name: str, rows: int, 
 
 
 def test_elements_are_stored_while_their_columns_are_summed(kernels: Kernels) -> None:
-    # The input is read once: no second pass for what no reduction holds back.
+    # The input is read once: a store that depends on no reduction needs no second pass.
     assert kernels.sources["elements"].text.count("in0[") == 1
 
 

@@ -1,4 +1,4 @@
-"""Blocks of memory turned round in registers: every size of element, tails on both sides, several readers."""
+"""Blocks of memory are transposed in registers: every element size, and sizes that blocks do not divide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = ((64, 32), (70, 45), (129, 200), (16, 17), (256, 300))
 
 
 def transposed(rows, columns, dtype: torch.dtype, batch: int = 2) -> Body:
-    """y = x with its last two dims swapped, plus a row that needs no turning."""
+    """Return a body for x with its last two dims swapped, plus a row that needs no transpose."""
     x = Load("x", rows * columns * p0 + columns * p2 + p1, dtype)
     value = op("add", x, Load("row", p2, dtype))
     return Body(
@@ -42,7 +42,7 @@ def numbers(*size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_equal_eager(kernels: Kernels, name: str):
+def test_transposes_equal_eager(kernels: Kernels, name: str):
     dtype, rows, columns = CASES[name]
     assert "transpose_tile" in kernels.sources[name].text
     x, row, y = (
@@ -54,7 +54,7 @@ def test_numbers_equal_eager(kernels: Kernels, name: str):
     assert torch.equal(y, x.transpose(1, 2) + row)
 
 
-def test_sizes_known_at_launch(kernels: Kernels):
+def test_transposes_of_symbolic_size_equal_eager(kernels: Kernels):
     for rows, columns in ((3, 5), (100, 33), (64, 64)):
         x, row, y = torch.randn(2, rows, columns), torch.randn(rows), torch.empty(2, columns, rows)
         kernels.run("symbolic", {"x": x, "row": row, "y": y}, s0=rows, s1=columns)
@@ -84,7 +84,7 @@ int main() {
 
 
 @pytest.mark.parametrize("flags", [["-march=x86-64"], ["-O0"], ["-march=native"], ["-march=native", "-mno-avx512f"]])
-def test_vectors_of_any_machine(flags: list[str], tmp_path: Path):
+def test_transposes_are_right_with_any_vector_instructions(flags: list[str], tmp_path: Path):
     compiler = find_compiler()
     if platform.machine() != "x86_64":
         pytest.skip("flags of another CPU")

@@ -1,4 +1,4 @@
-"""Generated code makes the GPU of its kernels current and leaves the caller's as it was; CPU memory plays the GPUs."""
+"""Generated code makes the GPU of its kernels current and restores the caller's; here GPUs are simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overlapc.runtime import support
 
 
 class Gpus:
-    """Which GPU is current, and what happened on which; `rt` is what generated code calls."""
+    """Simulated GPUs: the current one, and a log of allocations and launches by GPU; generated code calls `rt`."""
 
     def __init__(self, current: int) -> None:
         self.current = current
@@ -45,7 +45,7 @@ class Gpus:
 
 
 def wrapper_of(function: Callable[..., Any], *devices: str, fused: bool = True) -> PythonWrapper:
-    """Generated code for `function` of one vector on each device."""
+    """Return generated code for `function` of one vector on each device."""
     with FakeTensorMode():
         inputs = [torch.empty(50, device=device) for device in devices]
         gm = make_fx(function, tracing_mode="real")(*inputs)
@@ -60,7 +60,7 @@ def bound(wrapper: PythonWrapper, gpus: Gpus, launch: Callable[..., None]) -> Ca
     return wrapper.function({kernel.name: launch for kernel in wrapper.program.kernels()})
 
 
-def test_its_gpu_is_current_while_it_runs():
+def test_the_gpu_of_the_kernels_is_current_while_code_runs():
     gpus = Gpus(current=0)
     wrapper = wrapper_of(lambda x: (x.sin(), x.sum()), "cuda:3", fused=False)
     (result, total) = bound(wrapper, gpus, gpus.launch)([torch.ones(50)])
@@ -70,7 +70,7 @@ def test_its_gpu_is_current_while_it_runs():
     assert wrapper.source.count("enter_device") == 2
 
 
-def test_the_callers_gpu_comes_back_after_an_error():
+def test_the_callers_gpu_is_restored_after_an_error():
     gpus = Gpus(current=0)
 
     def fails(*tensors: Tensor) -> None:
@@ -81,15 +81,15 @@ def test_the_callers_gpu_comes_back_after_an_error():
     assert gpus.current == 0
 
 
-def test_kernels_of_two_gpus_run_each_on_its_own():
+def test_kernels_of_two_gpus_run_on_their_own_gpu():
     gpus = Gpus(current=5)
     wrapper = wrapper_of(lambda x, y: (x.sin(), y.sin(), y.cos()), "cuda:0", "cuda:1", fused=False)
     bound(wrapper, gpus, gpus.launch)([torch.ones(50), torch.ones(50)])
     assert [index for what, index in gpus.log if what == "launch"] == [0, 1, 1]
     assert [index for what, index in gpus.log if what == "empty"] == [0, 1, 1]
     assert gpus.current == 5
-    assert wrapper.source.count("enter_device") == 3  # none between the two on one GPU
+    assert wrapper.source.count("enter_device") == 3  # none between the two kernels on the same GPU
 
 
-def test_code_for_the_cpu_asks_for_no_gpu():
+def test_code_for_the_cpu_does_not_change_the_gpu():
     assert "enter_device" not in wrapper_of(lambda x: (x.sin(),), "cpu").source

@@ -1,4 +1,4 @@
-"""Flex attention's own kernel: against float64 in the interpreter, and compiled for sm_90."""
+"""The generated kernel of flex attention: compared with float64 in the interpreter, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EACH = [pytest.param(case, dtype, id=f"{case.name}, {dtype}") for case in CASES 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # which refuses gradients on CPUs
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # it refuses gradients on CPUs
     with triton_on_cpu():
         yield
 
@@ -55,7 +55,7 @@ def test_forward_and_backward_are_as_exact_as_eager(case: FlexCase, dtype: torch
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("why", ["has a gradient", "known only at run time"])
-def test_what_has_no_kernel_is_torchs_own_call_and_the_report_says_why(why: str):
+def test_attention_without_a_kernel_calls_torch_and_the_report_says_why(why: str):
     q, k, v = (torch.randn(1, 2, 32, 16, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, requires_grad=why == "has a gradient")
 
@@ -75,7 +75,7 @@ def test_what_has_no_kernel_is_torchs_own_call_and_the_report_says_why(why: str)
 def attention_of(
     shape: tuple[int, int, int, int], backward: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Attention:
-    """Causal attention with a score function, in blocks of 128."""
+    """Return causal attention with a score function, in blocks of 128."""
     device = torch.device("cuda", 0)
     batch, heads, length, _ = shape
 
@@ -107,13 +107,13 @@ def attention_of(
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_it_compiles_for_sm_90_and_takes_tensor_cores(backward: bool, tmp_path: Path):
+def test_attention_compiles_for_sm_90_and_uses_tensor_cores(backward: bool, tmp_path: Path):
     kernel = attention.source(attention_of((2, 4, 1024, 64), backward), "flex", "")
     stages = compile_source(kernel, tmp_path)
     assert len(stages) == (3 if backward else 1)
     for compiled_stage in stages[1:] if backward else stages:
         assert "wgmma.mma_async" in compiled_stage.asm["ptx"]
-        assert "cp.async" in compiled_stage.asm["ptx"]  # the next tiles are fetched meanwhile
+        assert "cp.async" in compiled_stage.asm["ptx"]  # the next tiles are loaded asynchronously
 
 
 def test_work_counts_the_blocks_that_a_mask_keeps():
@@ -135,7 +135,7 @@ def test_work_counts_the_blocks_that_a_mask_keeps():
         ({"blocks": BlockLists(24, 128, {})}, "blocks of 24"),
     ],
 )
-def test_refusals_have_reasons(changed: dict[str, Any], why: str):
+def test_unsupported_attention_is_refused_with_a_reason(changed: dict[str, Any], why: str):
     made = attention_of(changed.get("shape", (1, 2, 256, 64)), dtype=changed.get("dtype", torch.bfloat16))
     assert attention.refuse(made) is None or "blocks" not in changed
     assert attention.refuse(dataclasses.replace(made, blocks=changed.get("blocks", made.blocks))) == why

@@ -1,4 +1,4 @@
-"""Programs as FX graphs: the same numbers as eager, readable, and graphs that tools can trace once more."""
+"""`wrapper="fx"`: programs as FX graphs compute the same as eager, and can be printed and traced again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def wrapped(function: Callable[..., Any], *inputs: Tensor) -> FxWrapper:
-    """`function` traced, lowered, fused and scheduled in program order, as a graph."""
+    """Trace, lower and fuse `function`, schedule it in program order, and return it as an FX graph."""
     gm = make_fx(lambda *args: (function(*args),), tracing_mode="fake")(*inputs)
     canonicalize(gm)
     comm = {each.start: Communication(each.comm, not each.synchronous) for each in find_collectives(gm.graph)}
@@ -61,7 +61,7 @@ def targets(module: fx.GraphModule) -> list[Any]:
 
 @pytest.fixture
 def interpreted_triton(tmp_path) -> Iterator[None]:
-    """Triton's generator for CPU tensors, in its interpreter."""
+    """Use Triton's generator, in its interpreter, for CPU tensors."""
 
     with triton_on_cpu():
         yield
@@ -79,7 +79,7 @@ def test_a_step_equals_eager(dynamic):
         torch.testing.assert_close(call(more), model(more))
 
 
-def test_sizes_made_of_several_symbols():
+def test_sizes_of_several_symbols_equal_eager():
     def function(x: Tensor) -> Tensor:
         return x.diagonal() * 2
 
@@ -92,7 +92,7 @@ def test_sizes_made_of_several_symbols():
 @SHAPES
 def test_triton_kernels_run_through_torchs_wrapper_op(dynamic, interpreted_triton):
     def function(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kept = mask & (x > 0)  # bool memory is bytes to Triton
+        kept = mask & (x > 0)  # Triton reads bool memory as bytes
         return (x * 2 + 1).softmax(-1), x.sum(0), kept
 
     x, mask = torch.randn(20, 36), torch.rand(20, 36) > 0.5
@@ -100,8 +100,8 @@ def test_triton_kernels_run_through_torchs_wrapper_op(dynamic, interpreted_trito
 
 
 @pytest.mark.parametrize("wrapper", ["fx", "python"])
-def test_memory_of_another_dtype_is_read_as_what_it_holds(wrapper, interpreted_triton):
-    """The product's memory becomes the result's: the kernel reads one dtype there and writes another."""
+def test_a_kernel_may_reuse_memory_with_another_dtype(wrapper, interpreted_triton):
+    """The result reuses the product's memory, so the kernel reads one dtype there and writes another."""
 
     def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         index = torch.arange(8).remainder(4).unsqueeze(1).expand(8, 16)
@@ -119,7 +119,7 @@ def test_the_grid_is_computed_in_the_graph(interpreted_triton):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_conditionals_carry_their_branches_as_graphs(sign):
+def test_conditionals_equal_eager(sign):
     def function(x: Tensor, y: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda a, b: (a * b + 1).sin(), lambda a, b: (a - b).cos(), (x, y)) * 2
 
@@ -127,7 +127,7 @@ def test_conditionals_carry_their_branches_as_graphs(sign):
     torch.testing.assert_close(compiled(function, wrapper="fx")(x, y), function(x, y))
 
 
-def test_loops_end_with_what_eager_has():
+def test_while_loops_equal_eager():
     from torch._higher_order_ops.while_loop import while_loop
 
     def function(x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def test_loops_end_with_what_eager_has():
     torch.testing.assert_close(compiled(function, wrapper="fx")(x), function(x))
 
 
-def test_sizes_that_only_the_data_know():
+def test_data_dependent_sizes_equal_eager():
     def function(x: Tensor) -> Tensor:
         return x[x > 0].sin().sum() + x.nonzero().shape[0]
 
@@ -146,7 +146,7 @@ def test_sizes_that_only_the_data_know():
         torch.testing.assert_close(compiled(function, wrapper="fx")(x), function(x))
 
 
-def test_calls_with_several_results_views_and_updates_in_place():
+def test_several_results_views_and_updates_in_place_equal_eager():
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y[1:3].add_(1)
         values, indices = x.sort(-1)
@@ -173,7 +173,7 @@ def test_collectives_are_nodes_in_their_order():
     assert str(called[-1]) == "overlapc.run_kernel.default"
 
 
-def test_the_graph_can_be_read_and_traced_once_more():
+def test_the_graph_can_be_printed_and_traced_again():
     x, y = torch.randn(12, 16), torch.randn(16, 8)
 
     def function(x: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Where a program is cut for CUDA graphs, with which reason, and that its parts one after another do what it does.
+"""Where a program is cut for CUDA graphs and why, and that its parts together compute what the program computes.
 
-Programs are compiled for the CPU and split as if that could be captured; `Repeated` records there by running again.
+Programs are compiled for the CPU and split as if it could capture; `Repeated` replays a part by running it again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reasons(partition: Partition) -> dict[str, str]:
 
 
 def nodes(partition: Partition) -> list[list[str]]:
-    """Names of the nodes of each part."""
+    """Return the names of the nodes of each part."""
     return [[item.op.name for item in part.instructions if isinstance(item, Launch | Call)] for part in partition.parts]
 
 
@@ -62,7 +62,7 @@ def cut_in_the_middle(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 INPUTS = (torch.randn(16, 16), torch.randn(16, 16))
 
 
-def test_a_plain_program_is_one_part():
+def test_a_program_of_kernels_and_products_is_one_part():
     program, _, _ = compiled(straight, *INPUTS)
     partition = split(program, "cpu")
     (part,) = partition.parts
@@ -73,7 +73,7 @@ def test_a_plain_program_is_one_part():
     assert isinstance(partition.steps[-1], Return)
 
 
-def test_a_call_that_may_synchronize_stands_alone_and_the_summary_says_why():
+def test_a_call_that_may_synchronize_is_outside_of_parts_and_the_summary_says_why():
     program, _, _ = compiled(cut_in_the_middle, *INPUTS)
     partition = split(program, "cpu")
     first, second = nodes(partition)
@@ -110,7 +110,9 @@ def test_nothing_is_captured_of_a_program_for_another_device():
 
 @pytest.mark.parametrize("function", [straight, cut_in_the_middle])
 @pytest.mark.parametrize("fused", [False, True])
-def test_parts_do_what_the_program_does_and_results_stay(function: Callable[..., Any], fused: bool):
+def test_parts_compute_what_the_program_computes_and_do_not_change_earlier_results(
+    function: Callable[..., Any], fused: bool
+):
     program, _, call = compiled(function, *INPUTS, fused=fused)
     recorder = Repeated()
     partition = split(program, "cpu")
@@ -121,17 +123,18 @@ def test_parts_do_what_the_program_does_and_results_stay(function: Callable[...,
     for step in range(5):
         x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
         seen.append((parted([x, w]), call([x, w])))
-    # What a call outside returns lay at one address by chance, and then no longer: once at most, as it is copied then.
+    # The result of a call outside of parts may change its address; a part that reads it is recaptured at most once,
+    # because the result is copied from then on.
     recaptured = counted("cuda_graph_recaptures") - recaptured
     assert recaptured <= 1
     assert recorder.recorded == len(partition.parts) + recaptured
     assert recorder.replays == 4 * len(partition.parts)
-    for results, expected in seen:  # those of earlier steps too
+    for results, expected in seen:  # results of earlier steps must not have changed
         for result, wanted in zip(results, expected, strict=True):
             torch.testing.assert_close(result, wanted, rtol=0, atol=0)
 
 
-def test_an_input_that_the_graph_changes_is_changed_wherever_it_lies():
+def test_an_input_that_the_graph_changes_may_have_another_address_in_each_call():
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = ((x @ w).sin() @ w).cos() @ w
         x.copy_(y)
@@ -151,7 +154,7 @@ def test_an_input_that_the_graph_changes_is_changed_wherever_it_lies():
         assert torch.equal(ours, theirs)
 
 
-def test_the_wrapper_names_what_a_later_process_needs():
+def test_the_wrapper_names_the_objects_that_a_later_process_needs():
     program, _, _ = compiled(cut_in_the_middle, *INPUTS)
     wrapper = PythonWrapper(program, partition=split(program, "cpu"))
     assert "@parts.part(inner=[" in wrapper.source
@@ -161,11 +164,11 @@ def test_the_wrapper_names_what_a_later_process_needs():
     assert all(wrapper.objects[name] is marked.objects[name] for name in shared), "names mean the same in both"
 
 
-# --- collectives, by programs written down: `g` starts, `w` waits, `m` multiplies, `!` is not capturable
+# --- collectives, by programs as text: `g` starts, `w` waits, `m` multiplies, `!` cannot be captured
 
 
 def written(text: str) -> Program:
-    """`g0 m m w0 ! m`: each word a node, numbered collectives over one input `x`."""
+    """Return the program of a text such as `g0 m m w0 ! m`: one node per word, all of which read the input `x`."""
     layout = Layout(torch.device("cpu"), torch.float32, (sympy.Integer(4),) * 2, (sympy.Integer(4), sympy.Integer(1)))
     x = View("x", layout)
     instructions: list[Any] = []
@@ -186,7 +189,7 @@ def written(text: str) -> Program:
 
 
 def shape(text: str, takes: bool = True) -> str:
-    """The same words with brackets around parts."""
+    """Split the program of `text`; return its words with brackets around captured parts."""
     words = []
     for step in split(written(text), "cpu", lambda op: takes).steps:
         held = step.instructions if isinstance(step, CapturedPart) else (step,)
@@ -201,17 +204,17 @@ def shape(text: str, takes: bool = True) -> str:
         "[g0 m m w0 m]",
         "[m m m m] ! [m m m m]",
         "[g0 m m w0] ! [g1 m m w1]",
-        "m g0 ! w0 m",  # in flight over the cut; what is left is too short
+        "m g0 ! w0 m",  # g0 is in flight across the cut, and the rest is too short for parts
         "[m m m m] g0 [m m m m] ! [m m m m] w0 [m m m m]",
-        "[m m m m] g0 [m m m m] g1 [m m m m] w0 ! [m m m m] w1 [m m m m]",  # g1's cut is over g0 too
-        "[m m m m] g0 [m m g1 w1] ! w0 [m m m m]",  # within g0, but whole
+        "[m m m m] g0 [m m m m] g1 [m m m m] w0 ! [m m m m] w1 [m m m m]",  # g1 is cut while g0 is in flight
+        "[m m m m] g0 [m m g1 w1] ! w0 [m m m m]",  # g1 and w1 are in one part while g0 is in flight
     ],
 )
 def test_a_collective_is_launched_and_waited_for_in_one_part_or_outside(parted: str):
     assert shape(parted.replace("[", "").replace("]", "")) == parted
 
 
-def test_a_collective_in_flight_over_a_cut_says_what_cut():
+def test_the_reason_for_a_collective_in_flight_across_a_cut_names_the_cut():
     found = reasons(split(written("m m m m g0 m m m m ! m m m m w0 m m m m"), "cpu", lambda op: True))
     assert found["g0"] == found["w0"] == "in flight across the cut at !_9"
 
@@ -237,8 +240,8 @@ def test_without_a_gpu_the_option_changes_nothing_and_the_report_says_so():
     )
 
 
-def test_training_steps_in_parts_equal_those_without_from_the_cache_too(tmp_path: Path, monkeypatch: Any):
-    """Through torch.compile, forward and backward, with the CPU as the device that records."""
+def test_training_steps_in_parts_equal_plain_steps_also_from_the_cache(tmp_path: Path, monkeypatch: Any):
+    """Runs forward and backward through torch.compile, with the CPU as the device that captures."""
     monkeypatch.setattr("overlapc.compilation.stages.split", functools.partial(split, device_type="cpu"))
     monkeypatch.setattr("overlapc.runtime.cuda_graphs.CudaGraphs", Repeated)
 
@@ -273,6 +276,6 @@ def test_training_steps_in_parts_equal_those_without_from_the_cache_too(tmp_path
     "other",
     [{"wrapper": "fx"}, {"memory": "pool"}, {"check_lifecycle": True}, {"check_values": "nan"}, {"sync_kernels": True}],
 )
-def test_what_cannot_be_combined_is_said(other: dict[str, Any]):
+def test_options_that_cannot_be_combined_with_cuda_graphs_are_errors(other: dict[str, Any]):
     with pytest.raises(ConfigError, match="cuda_graphs"):
         Config(cuda_graphs=True, **other)

@@ -1,4 +1,4 @@
-"""Matrix products as kernels of our own: every kind through the interpreter and for sm_90."""
+"""Generated kernels of matrix products: every kind in the interpreter, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = product_cases()
 
 
 def small(body: Body) -> Tiling:
-    """The smallest tiles that a product can have, so that every size needs several."""
+    """Return the smallest tiles that a product can have, so that every size needs several."""
     found = products.axes(body)
     assert found is not None
     y, x, grid = found
@@ -33,7 +33,7 @@ def small(body: Body) -> Tiling:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_numbers_equal_eager(case: Case, tmp_path: Path):
+def test_products_equal_eager(case: Case, tmp_path: Path):
     generator = TritonGenerator()
     assert generator.refuse(case.body) is None
     with interpreting():
@@ -44,7 +44,7 @@ def test_numbers_equal_eager(case: Case, tmp_path: Path):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_they_compile_for_sm_90(case: Case, tmp_path: Path):
+def test_products_compile_for_sm_90(case: Case, tmp_path: Path):
     (compiled,) = compile_source(TritonGenerator().generate(case.body, case.name), tmp_path)
     assert compiled.asm["cubin"]
 
@@ -54,11 +54,11 @@ def test_large_tiles_use_tensor_cores_and_spill_nothing(tmp_path: Path):
     for tiling in products.candidates(case.body, {}):
         (compiled,) = compile_source(TritonGenerator().generate(case.body, case.name, tiling=tiling), tmp_path)
         assert "wgmma.mma_async" in compiled.asm["ptx"]
-        assert "cp.async" in compiled.asm["ptx"]  # the next tiles are fetched meanwhile
+        assert "cp.async" in compiled.asm["ptx"]  # the next tiles are loaded asynchronously
         assert not re.search(r"st\.local", compiled.asm["ptx"]), tiling
 
 
-def test_float32_is_multiplied_as_torch_was_told(request: pytest.FixtureRequest):
+def test_float32_products_have_the_precision_that_torch_is_set_to(request: pytest.FixtureRequest):
     case = plain("float32", 32, 32, 32, f32)
     assert '"ieee"' in TritonGenerator().generate(case.body, "float32").text
     request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
@@ -66,7 +66,7 @@ def test_float32_is_multiplied_as_torch_was_told(request: pytest.FixtureRequest)
     assert '"tf32"' in TritonGenerator().generate(case.body, "float32").text
 
 
-def test_what_is_no_matrix_product_is_refused():
+def test_dots_that_are_not_matrix_products_are_refused():
     loops, inner = (Loop(p0, 8), Loop(p1, 8)), (Loop(r0, 8),)
     a, b = Load("a", 8 * p0 + r0, f32), Load("b", 8 * p0 + r0, f32)
     same_rows = Reduce("dot", op("mul", a, b), f32)
@@ -77,7 +77,7 @@ def test_what_is_no_matrix_product_is_refused():
 
 
 def test_a_factor_of_equal_elements_stays_a_tensor(tmp_path: Path):
-    """Fused into the product it would be a number, which has no rows to make tiles of."""
+    """Fused into the product it would be a scalar, from which no tile can be loaded."""
 
     def equal_elements(x: torch.Tensor) -> torch.Tensor:
         return torch.bmm(torch.full_like(x, 0.25) * 0.5, torch.full_like(x, 0.25).mT * 0.5)

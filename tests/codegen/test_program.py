@@ -1,4 +1,4 @@
-"""What becomes of memory between schedule and instructions, and that the printed wrapper does it."""
+"""The instructions of a schedule: how buffers are allocated, reused and freed; and the wrapper that runs them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def compiled(
     freeable: tuple[str, ...] = (),
     donated: tuple[str, ...] = (),
 ) -> tuple[Program, PythonWrapper, Callable[[list[Any]], tuple[Any, ...]]]:
-    """`function` traced, lowered, scheduled in program order and bound; one result or a tuple of them."""
+    """Trace and lower `function` (which returns a tensor or a tuple), schedule it in program order, and load it."""
 
-    @functools.wraps(function)  # the placeholders are called after its parameters: x_1, y_1
+    @functools.wraps(function)  # placeholders are named after its parameters: x_1, y_1
     def several(*args: Tensor) -> tuple[Tensor, ...]:
         result = function(*args)
         return result if isinstance(result, tuple) else (result,)
@@ -64,18 +64,18 @@ def test_a_chain_of_kernels_runs_in_one_buffer():
     assert len(of(program, TakeOver)) == 2
     (result,) = call([x])
     torch.testing.assert_close(result, x.sin().exp().cos())
-    assert not result._is_view()  # to autograd: the user may change it in place
+    assert not result._is_view()  # autograd must let the user change it in place
 
 
 @pytest.mark.parametrize(
     ("function", "donated"),
     [(lambda x, y: y + x.sin().sum(), ()), (lambda x, y: (torch.where(x > 0, y[1:], 0.5), -x), ("x_1",))],
-    ids=["new", "new if somebody else holds the argument"],
+    ids=["new", "new if another object holds the argument"],
 )
-def test_memory_that_nobody_takes_over_goes_before_new_memory_comes(
+def test_memory_that_is_not_reused_is_freed_before_new_memory_is_allocated(
     function: Callable[..., Any], donated: tuple[str, ...]
 ):
-    """Both at once would be more than the schedule was planned with."""
+    """Both at the same time would exceed the planned peak memory."""
     program, _, _ = compiled(function, torch.randn(20_000), torch.randn(20_001), donated=donated)
     order = [item for item in program.instructions if isinstance(item, Allocate | Reuse | Free)]
     gone = of(program, Allocate)[0].variable  # the sine, the mask
@@ -84,8 +84,8 @@ def test_memory_that_nobody_takes_over_goes_before_new_memory_comes(
     assert freed < last
 
 
-def test_what_is_freed_becomes_the_very_next_buffer_of_its_size():
-    """A kernel that turns its argument round reads another element than it stores: it cannot work in place."""
+def test_freed_memory_becomes_the_next_buffer_of_its_size():
+    """A kernel that transposes its argument reads another element than it stores, so it cannot work in place."""
 
     def turned_three_times(x: Tensor) -> Tensor:
         for _ in range(3):
@@ -108,13 +108,13 @@ def test_an_input_is_never_overwritten_even_if_it_is_freed():
     torch.testing.assert_close(x, before)
 
 
-def test_a_small_donated_input_is_not_worth_asking_who_holds_it():
+def test_a_small_donated_input_is_not_reused():
     program, _, _ = compiled(lambda x: x.sin(), torch.randn(50), donated=("x_1",))
     assert not of(program, Reuse)
     assert len(of(program, Allocate)) == 1
 
 
-def test_a_donated_input_is_overwritten_only_while_nobody_else_holds_it():
+def test_a_donated_input_is_overwritten_only_if_no_other_object_holds_it():
     program, _, call = compiled(lambda x: x.sin(), torch.randn(1 << 14), donated=("x_1",))
     assert [(item.source, item.layout.size) for item in of(program, Reuse)] == [("x_1", (1 << 14,))]
     assert not of(program, Allocate)
@@ -165,7 +165,7 @@ def test_another_index_forbids_writing_in_place():
     assert taken.get(transposing.op.outputs[0].buffer) != "sin"
 
 
-def test_a_reduction_may_overwrite_only_in_its_last_pass():
+def test_a_softmax_that_may_run_in_place_equals_eager():
     x = torch.randn(8, 300)
     _, _, call = compiled(lambda x: torch.softmax(x.sin(), -1), x)
     torch.testing.assert_close(call([x])[0], torch.softmax(x.sin(), -1))
@@ -190,13 +190,13 @@ def test_outputs_share_no_memory_with_each_other():
     assert len({output.untyped_storage().data_ptr() for output in outputs}) == 3
 
 
-def test_an_argument_of_another_layout_is_an_error_not_a_wrong_number():
+def test_an_argument_of_another_layout_is_an_error():
     _, _, call = compiled(lambda x: x + 1, torch.randn(4, 5))
     with pytest.raises(LayoutError, match=r"x_1 has size \(4, 5\) and stride \(1, 4\)"):
         call([torch.randn(5, 4).t()])
 
 
-def test_the_source_names_ops_and_reads_like_python():
+def test_the_source_names_ops_as_python_does():
     _, wrapper, _ = compiled(lambda x, w: (x @ w).cumsum(0).sort().values.relu(), torch.randn(3, 4), torch.randn(4, 5))
     assert "torch.mm(x_1, w_1, out=mm)" in wrapper.source
     assert "aten_sort_default = torch.ops.aten.sort.default" in wrapper.source
@@ -205,9 +205,9 @@ def test_the_source_names_ops_and_reads_like_python():
     compile(wrapper.source, "wrapper", "exec")
 
 
-def test_a_function_that_is_called_has_no_name_of_a_variable():
+def test_names_of_called_functions_differ_from_names_of_variables():
     program, wrapper, _ = compiled(lambda x: x.sin(), torch.randn(5))
-    taken = f"gt_{len(wrapper.objects)}"  # as the node of `s0 > 20` may be called where nine are compared before
+    taken = f"gt_{len(wrapper.objects)}"  # possible name of the node of `s0 > 20` after other comparisons
     other = PythonWrapper(dataclasses.replace(program, inputs=(*program.inputs, taken)))
     assert other.name_of(operator.gt, "gt") != taken
 
@@ -225,8 +225,8 @@ def test_matrix_products_are_called_by_their_public_names():
     torch.testing.assert_close(call([a, b, bias, x]), function(a, b, bias, x))
 
 
-def test_calls_go_past_autograd():
-    """Nothing in a graph is recorded for gradients, so its ops need not ask; the versions of what they change go up."""
+def test_calls_bypass_autograd():
+    """A graph records nothing for gradients, so its ops bypass autograd; changed tensors still get a new version."""
     asked: list[bool] = []
 
     @torch.library.custom_op("overlapc_tests::twice_in", mutates_args=("out",))
@@ -256,10 +256,10 @@ def test_calls_go_past_autograd():
     torch.testing.assert_close((result, out), (x + 1, 2 * x))
     assert out._version > version
     function(x, out)
-    assert asked  # outside it is asked
+    assert asked  # outside of a graph, autograd is called
 
 
-def test_who_waits_for_a_part_of_a_bucket_waits_for_all_of_it():
+def test_a_wait_for_part_of_a_bucket_waits_for_the_whole_bucket():
     call = Extern("a+1", torch.ops.aten.split.Tensor, (view("x", 16), 8), {}, [view("a"), view("b")], pure=False)
     ops = [
         Start("a+1", call, comm()),
@@ -269,7 +269,7 @@ def test_who_waits_for_a_part_of_a_bucket_waits_for_all_of_it():
         wait("w", "c"),
         wait("v", "b"),
         pointwise("q", "v", "w"),
-        wait("t", "y"),  # which was in flight when the graph began
+        wait("t", "y"),  # y was in flight when the graph began
         pointwise("r", "t"),
     ]
     lowered = graph(ops, ["p", "q", "r"], inputs=("x", "y"), views=[view("x", 16)])

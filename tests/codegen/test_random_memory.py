@@ -1,4 +1,4 @@
-"""Random programs, fused and ordered in any way: no memory is read after it was given away, stored over, or freed."""
+"""In random programs, fused and ordered in any way, no memory is read after it was reused, overwritten or freed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.graphs import reordered
 
 
 def check(made: Program, schedule: Schedule, graph: LoweredGraph) -> int:
-    """The peak of a program whose memory is right, in bytes."""
+    """Assert the rules of memory use for a program, and that its peak is as computed; return the peak in bytes."""
     machine = Machine(made, graph)
     machine.run()
     assert machine.peak_bytes == peak_bytes(made, schedule, graph.hint)
@@ -33,7 +33,9 @@ def check(made: Program, schedule: Schedule, graph: LoweredGraph) -> int:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps(), st.booleans(), st.data())
-def test_memory_holds_what_is_read_in_any_order_of_any_program(recipe: list[Step], fused: bool, data: st.DataObject):
+def test_memory_has_the_content_that_is_read_in_any_order_of_any_program(
+    recipe: list[Step], fused: bool, data: st.DataObject
+):
     graph = capture(program(recipe), *inputs())
     ops, _ = fuse_ops(graph, enabled=fused)
     changed = {graph.root(view.buffer) for op in ops for view in getattr(op, "mutates", ())}

@@ -1,4 +1,4 @@
-"""A value that two kernels compute has the same bits in both, whatever else they do."""
+"""A value that two kernels compute has the same bits in both, whatever else the kernels compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.codegen.triton_forms import variants
 
 
 @pytest.mark.parametrize("dtype", [f32, f64, bf16, f16], ids=str)
-def test_cpp_kernels_agree_to_the_last_bit(dtype: torch.dtype, tmp_path: Path):
+def test_cpp_kernels_agree_bitwise(dtype: torch.dtype, tmp_path: Path):
     generator, found = CppGenerator(), list(kernels(dtype))
     sources = [generator.generate(kernel.body, "kernel") for kernel in found]
     launchers = generator.load(list({source.name: source for source in sources}.values()), tmp_path)
@@ -31,10 +31,10 @@ def test_cpp_kernels_agree_to_the_last_bit(dtype: torch.dtype, tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
-def test_interpreted_triton_kernels_agree_to_the_last_bit(dtype: torch.dtype, tmp_path: Path):
+def test_interpreted_triton_kernels_agree_bitwise(dtype: torch.dtype, tmp_path: Path):
     generator, bits, shapes = TritonGenerator(), Bits(dtype), set()
     for kernel in kernels(dtype):
-        first = kernel.shape not in shapes  # of every shape one kernel in all forms: the interpreter is slow
+        first = kernel.shape not in shapes  # only one kernel of every shape in all forms: the interpreter is slow
         shapes.add(kernel.shape)
         for form, tiling in variants(kernel.body) if first else [("chosen", None)]:
             source = generator.generate(kernel.body, "kernel", tiling=tiling)

@@ -1,4 +1,4 @@
-"""A generator of somebody else's: Python loops over sums and products, on a device that we know nothing of."""
+"""A third party's generator: Python loops for sums and products, on the CPU and on a device unknown to overlapc."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIGNS = {"add": "+", "mul": "*"}
 
 
 class Slow:
-    """What a third party writes to add a device."""
+    """The generator that a third party writes to add a device."""
 
     def __init__(self, device_type: str, most_operations: int = 10) -> None:
         self.device_type = device_type
@@ -110,21 +110,21 @@ def _launcher(source: KernelSource) -> Launcher:
 
 @pytest.fixture
 def on_cpu() -> Iterator[Callable[[int], None]]:
-    """Puts our generator for the CPU aside."""
+    """Return a function that registers `Slow` for the CPU; the built-in generator is restored after the test."""
     cpp = generators.generator_for("cpu")
     yield lambda most_operations: generators.register(Slow("cpu", most_operations))
     generators.register(cpp)
 
 
 def compiled(function: Callable[..., Any], *inputs: Tensor) -> tuple[Any, int, int]:
-    """Results, kernels and calls of ops as they stand."""
+    """Compile and run `function`; return its results, the number of kernels, and the number of fallback calls."""
     torch._dynamo.reset()
     counters["overlapc"].clear()
     results = torch.compile(function, backend=overlapc, dynamic=False)(*inputs)
     return results, counters["overlapc"]["kernels"], counters["overlapc"]["fallbacks"]
 
 
-def test_what_it_refuses_is_called_and_the_rest_is_generated_and_fused(on_cpu: Callable[[int], None]) -> None:
+def test_refused_ops_are_called_and_other_ops_are_generated_and_fused(on_cpu: Callable[[int], None]) -> None:
     on_cpu(10)
     x, y = torch.randn(3, 5), torch.randn(5)
 
@@ -137,7 +137,9 @@ def test_what_it_refuses_is_called_and_the_rest_is_generated_and_fused(on_cpu: C
 
 
 @pytest.mark.parametrize(("most_operations", "kernels"), [(1, 4), (2, 2), (4, 1)])
-def test_fusion_asks_it(on_cpu: Callable[[int], None], most_operations: int, kernels: int) -> None:
+def test_fusion_respects_the_generators_refusals(
+    on_cpu: Callable[[int], None], most_operations: int, kernels: int
+) -> None:
     on_cpu(most_operations)
     x = torch.randn(20)
 
@@ -157,14 +159,14 @@ def test_kernels_of_one_kind_share_a_launch(on_cpu: Callable[[int], None]) -> No
     assert kernels == 1
 
 
-def test_what_it_made_is_not_kept_for_other_processes(on_cpu: Callable[[int], None]) -> None:
+def test_steps_with_a_third_partys_kernels_are_not_cached_on_disk(on_cpu: Callable[[int], None]) -> None:
     on_cpu(10)
     with pytest.raises(NotCacheable, match="for cpu"):
         environment_key(Config.of({}))
 
 
-def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU memory plays the device, whose kernels and memory go by its own type."""
+def test_a_third_partys_device_uses_its_own_kernels_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is simulated with CPU memory; its kernels and its allocations use its own device type."""
     monkeypatch.setattr(generators, "_generators", {})
     generators.register(Slow("mtia"))
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""Which kernels run on made-up numbers, and the memory they run on."""
+"""Which kernels can be timed on invented data, and the memory that they run on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def refusals(function, *inputs: Tensor) -> set[str | None]:
-    """What is said of the kernels of `function`."""
+    """Return the reasons why kernels of `function` cannot be timed on invented data; None for those that can."""
     gm = make_fx(lambda *args: (function(*args),), tracing_mode="fake")(*inputs)
     lowered = lower(gm, "test", lambda device: True, lambda node: None)
     found = {refuse(part.body) for op in fuse_ops(lowered)[0] for part in loops_of(op)}
@@ -38,7 +38,7 @@ TABLE, PLACES, NUMBERS = torch.rand(5, 3), torch.tensor([4, 3, 4]), torch.rand(3
         lambda table, places, numbers: table[torch.where(places > 9, places - 9, places)],
     ],
 )
-def test_indices_that_are_in_bounds_when_they_are_zero_do(function):
+def test_kernels_whose_indices_are_in_bounds_if_inputs_are_zero_can_be_timed(function):
     assert refusals(function, TABLE, PLACES, NUMBERS) == {None}
 
 
@@ -54,12 +54,12 @@ def test_indices_that_are_in_bounds_when_they_are_zero_do(function):
         ),
     ],
 )
-def test_others_do_not(function, reason: str):
+def test_kernels_that_may_fail_a_check_or_scatter_cannot_be_timed(function, reason: str):
     said = refusals(function, TABLE, PLACES, NUMBERS)
     assert any(each is not None and reason in each for each in said), said
 
 
-def test_memory_is_laid_out_like_the_graphs_and_shared_where_that_is():
+def test_trial_memory_has_the_graphs_dtypes_sizes_and_aliases():
     op = change("k", "a", "a", "b")
     made: LoweredGraph = graph([op], ["a__k"], views=[view("w", 100, dtype=torch.int64)])
     assert isinstance(op, Loops)
@@ -72,11 +72,11 @@ def test_memory_is_laid_out_like_the_graphs_and_shared_where_that_is():
     assert w.count_nonzero() == 0
 
 
-def test_there_are_as_many_sets_as_fill_a_cache():
+def test_there_are_enough_sets_of_memory_to_fill_a_cache():
     made = graph([change("k", "a", "b")], ["a__k"])
     sets = memory_sets(["a", "b"], made, CPU, span_bytes=10_000)
     pointers = [tensor.data_ptr() for tensors in sets for tensor in tensors]
     assert len(sets) == -(-10_000 // (2 * 512))
     assert len(set(pointers)) == 2 * len(sets)
-    assert len({pointer % 512 for pointer in pointers}) <= 2  # each of the two allocations is aligned as it came
+    assert len({pointer % 512 for pointer in pointers}) <= 2  # one alignment for each of the two allocations
     assert len(memory_sets(["a", "b"], made, CPU, span_bytes=10**9)) == 64

@@ -1,4 +1,4 @@
-"""Tilings that are measured beside the heuristic one: each correct, around it, and few."""
+"""The tilings that are measured besides the heuristic one: all correct, similar to it, and few."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.codegen.terms import bf16
 from tests.codegen.triton_cases import large, small
 from tests.codegen.triton_forms import tilings_to_measure
 
-# Two thousand programs that total 64 rows take the interpreter a minute.
+# Without the case of two thousand programs that total 64 rows, which takes the interpreter a minute.
 CASES = [case for case in small() if case.name != "norm_gradients_64"] + scan_cases()[:2]
-with FakeTensorMode():  # only their loops are looked at: numbers would take seconds and 1.5 GB when tests are collected
+with FakeTensorMode():  # only loops are used; real tensors would take seconds and 1.5 GB when tests are collected
     LARGE = [*large(), plain("narrow", 4096, 4096, 4096, bf16)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_numbers_equal_eager_in_each(case: Case, tmp_path: Path):
+def test_numbers_equal_eager_in_every_tiling(case: Case, tmp_path: Path):
     generator = TritonGenerator()
     others = tilings_to_measure(case)[1:]
     sources = {each: generator.generate(case.body, case.name, tiling=each) for each in others}
@@ -34,7 +34,7 @@ def test_numbers_equal_eager_in_each(case: Case, tmp_path: Path):
     assert not any(wrong.values()), {each: problems for each, problems in wrong.items() if problems}
 
 
-def test_large_kernels_have_a_few_others_around_the_chosen_one():
+def test_large_kernels_have_a_few_tilings_besides_the_chosen_one():
     for case in LARGE:
         chosen, *others = tilings_to_measure(case)
         assert 3 <= len(others) < MOST, case.name
@@ -47,7 +47,7 @@ def test_large_kernels_have_a_few_others_around_the_chosen_one():
             assert each.num_warps <= 32
 
 
-def test_a_long_row_is_tried_whole_in_pieces_and_divided():
+def test_long_rows_are_tried_as_a_whole_in_loops_and_split_among_programs():
     found = {case.name: {each.form for each in tilings_to_measure(case)} for case in LARGE if case.body.reduction}
     assert found["rms_norm"] == {"persistent", "looped"}
     assert found["two_reduction_loops"] == {"persistent", "looped", "split"}

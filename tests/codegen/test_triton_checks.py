@@ -1,4 +1,4 @@
-"""Checks in Triton kernels: a device assert that stops bad indices and lets good ones through."""
+"""Checks in Triton kernels: a device assert that fails only for indices out of bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P, R, AT = (loop_symbol(prefix, 0) for prefix in "pri")
 
 
 def picks(count: int) -> Body:
-    """`y[p] = table[index[p]]` of a table of 5."""
+    """Return the body of `y[p] = table[index[p]]` for a table of 5."""
     where = Load("index", P, torch.int64)
     inside = op("logical_and", op("ge", where, Constant(0, torch.int64)), op("lt", where, Constant(5, torch.int64)))
     checked = Checked(where, inside, "an index is out of bounds")
@@ -31,8 +31,8 @@ def launch(body: Body, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     generator.load([source], folder)[source.name](*(tensors[name] for name in source.buffers))
 
 
-def test_good_indices_pass_and_bad_ones_stop_the_kernel(interpreter, tmp_path):
-    table, y = torch.randn(5), torch.zeros(7)  # 7: the last tile reaches past the end, and is not checked there
+def test_only_indices_out_of_bounds_fail_the_check(interpreter, tmp_path):
+    table, y = torch.randn(5), torch.zeros(7)  # 7: the last tile reaches past the end, where nothing is checked
     index = torch.tensor([0, 4, 3, 2, 1, 0, 4])
     launch(picks(7), {"table": table, "index": index, "y": y}, tmp_path)
     torch.testing.assert_close(y, table[index])
@@ -42,8 +42,8 @@ def test_good_indices_pass_and_bad_ones_stop_the_kernel(interpreter, tmp_path):
             launch(picks(7), {"table": table, "index": index, "y": y}, tmp_path)
 
 
-def test_what_checks_ask_for_is_loaded_before_the_first_of_them():
-    """Threads meet at a check, and would wait there for one index after the other."""
+def test_the_operands_of_all_checks_are_loaded_before_the_first_check():
+    """A check synchronizes threads, so that loads between checks would wait for one index after the other."""
     (first,), (second,) = picks(8).stores, picks(8).stores
     assert isinstance(second.value, Load)
     at, checked = second.value.indirect[0]
@@ -62,7 +62,7 @@ def test_what_checks_ask_for_is_loaded_before_the_first_of_them():
     assert (before.count("tl.load("), len(after)) == (2, 2)
 
 
-def test_a_sum_of_a_constant_counts_its_rows(interpreter, tmp_path):
+def test_a_sum_of_a_constant_counts_the_elements_of_a_row(interpreter, tmp_path):
     body = Body(
         (Loop(P, sympy.Integer(3)),),
         (Loop(R, sympy.Integer(5)),),
@@ -77,7 +77,7 @@ def test_a_sum_of_a_constant_counts_its_rows(interpreter, tmp_path):
     torch.testing.assert_close(count, torch.full((3,), 5))
 
 
-def test_a_failed_check_names_its_nodes_and_their_line(interpreter, tmp_path):
+def test_a_failed_check_names_its_nodes_and_their_source_line(interpreter, tmp_path):
     comment = "embedding add_1 | /home/me/model.py:12: return self.table(tokens) + 1  # ±\n"
     generator = TritonGenerator()
     source = generator.generate(picks(7), "kernel", comment)
@@ -91,13 +91,13 @@ def test_a_failed_check_names_its_nodes_and_their_line(interpreter, tmp_path):
     assert generator.generate(plain, "kernel", comment).text == generator.generate(plain, "kernel").text
 
 
-def test_its_message_is_in_what_runs_on_a_gpu(tmp_path):
+def test_the_compiled_kernel_has_the_message_of_its_check(tmp_path):
     source = TritonGenerator().generate(picks(7), "kernel", "embedding | model.py:12")
     (compiled,) = compile_source(source, tmp_path)
     assert b"an index is out of bounds, in embedding | model.py:12" in compiled.asm["cubin"]
 
 
-def test_the_assert_is_in_what_runs_on_a_gpu(tmp_path):
+def test_the_compiled_kernel_has_the_assert(tmp_path):
     (compiled,) = compile_source(TritonGenerator().generate(picks(7), "kernel"), tmp_path)
     assert "__assertfail" in compiled.asm["ptx"]
     assert compiled.asm["cubin"]

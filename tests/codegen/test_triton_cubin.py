@@ -1,4 +1,4 @@
-"""Every kernel form and every operation compiled for sm_90, which Triton does without a GPU."""
+"""Every form of kernel and every operation compiles for sm_90, for which Triton needs no GPU."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_operations_compile(case: Case, tmp_path: Path):
         assert compiled.asm["cubin"]
 
 
-def test_no_thread_waits_for_another_while_a_softmax_goes_over_a_row(tmp_path: Path):
-    """Maxima and sums of exponentials are kept by every thread for itself, and joined once at the end."""
+def test_threads_of_a_looped_softmax_exchange_nothing_within_the_loop(tmp_path: Path):
+    """Every thread accumulates its own maxima and sums of exponentials, which are joined once at the end."""
     body = softmax(8, 20_000).body
     tiling = Tiling("looped", body.loops, 1, 8, r=body.reduction, rblock=4096)
     (compiled,) = compile_source(TritonGenerator().generate(body, "softmax", tiling=tiling), tmp_path)
     first_loop = compiled.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
     assert first_loop.count('"tt.reduce"') == 2
-    assert len(re.findall(r'"tt.reduce".*axis = 2', first_loop)) == 2  # eight neighbours, all of one thread
+    assert len(re.findall(r'"tt.reduce".*axis = 2', first_loop)) == 2  # over eight neighbours, all in one thread
     assert "ttg.convert_layout" not in first_loop
 
 
-def test_what_is_one_for_a_channel_is_read_once_for_neighbours(tmp_path: Path):
-    """Not once an element: eight neighbours of a channel, which a thread holds, have one weight and one shift."""
+def test_values_per_channel_are_loaded_once_for_neighbouring_elements(tmp_path: Path):
+    """A thread's eight neighbouring elements belong to one channel, so their weight and shift are loaded once."""
     body = group_norm(2048, 8, 4096).body
     tiling = Tiling("persistent", body.loops, 1, 16, r=body.reduction, rblock=32768)
     (compiled,) = compile_source(TritonGenerator().generate(body, "group_norm", tiling=tiling), tmp_path)
@@ -54,14 +54,14 @@ def test_what_is_one_for_a_channel_is_read_once_for_neighbours(tmp_path: Path):
 @pytest.mark.parametrize(
     "case", [gate_and_up(512, 4096), gradients_and_columns(8192, 4096)], ids=lambda case: case.name
 )
-def test_elements_that_take_turns_are_read_and_written_16_bytes_at_a_time(case: Case, tmp_path: Path):
+def test_interleaved_elements_are_loaded_and_stored_16_bytes_at_a_time(case: Case, tmp_path: Path):
     compiled = compile_source(TritonGenerator().generate(case.body, case.name), tmp_path)[0]
     accesses = re.findall(r"(?:ld|st)\.global[\w.:]*\.(b16|v2\.b16|v4\.b16)", compiled.asm["ptx"])
     assert not accesses
 
 
-def test_rows_that_are_stored_and_computed_with_compile(tmp_path: Path):
-    """Triton's pass over layout conversions fails on some kernels that store all rows last."""
+def test_a_kernel_that_stores_rows_and_also_reads_them_compiles(tmp_path: Path):
+    """Triton's pass over layout conversions fails for some kernels that store all rows at the end."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         largest = x.amax(1)
@@ -78,7 +78,7 @@ def test_rows_that_are_stored_and_computed_with_compile(tmp_path: Path):
 
 
 def test_16_bit_integers_are_not_added_in_pairs(tmp_path: Path):
-    """ptxas loses a constant of such an addition: masks of padded rows left elements out on GPUs."""
+    """ptxas drops a constant of a paired addition: on GPUs, masks of padded rows then excluded elements."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         padded = torch.nn.functional.pad(x, (22, 12))
@@ -87,7 +87,7 @@ def test_16_bit_integers_are_not_added_in_pairs(tmp_path: Path):
     (kernel,), _ = fuse_ops(capture(function, torch.randn(40, 33)))
     assert isinstance(kernel, Loops)
     (compiled,) = compile_source(TritonGenerator().generate(kernel.body, "padded"), tmp_path)
-    assert "%half5" in compiled.asm["ptx"], "LLVM pairs nothing here any more: this test needs another kernel"
+    assert "%half5" in compiled.asm["ptx"], "LLVM no longer makes pairs here: this test needs another kernel"
     assert not re.search(r"add\.[su]16x2", compiled.asm["ptx"])
 
 

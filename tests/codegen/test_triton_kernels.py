@@ -1,4 +1,4 @@
-"""Typical bodies through Triton's interpreter, in every form a kernel takes, against eager torch."""
+"""Typical bodies equal eager torch in Triton's interpreter, in every form of kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity of sources, refusals, modules on disk and errors of the Triton generator; what needs no GPU."""
+"""The Triton generator without a GPU: identity of sources, refusals, modules on disk, errors, and launches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_kernels_that_differ_in_dtype_only_have_different_names():
     assert len(names) == 4
 
 
-def test_the_module_on_disk_says_where_it_came_from(tmp_path: Path):
+def test_the_module_on_disk_names_its_source(tmp_path: Path):
     source = GENERATOR.generate(pointwise("a", "b"), "exp", comment="layers.0.mlp\ntrain.py:12: y = x.exp()")
     text = write_module(source, tmp_path).read_text()
     assert text.splitlines()[0] == "# layers.0.mlp | train.py:12: y = x.exp()"
@@ -96,7 +96,7 @@ def test_the_module_on_disk_says_where_it_came_from(tmp_path: Path):
     ],
     ids=["complex", "float8", "atomic-int8", "two-dtypes", "exp-of-int", "index"],
 )
-def test_refusals_say_why(body: Body, reason: str):
+def test_unsupported_bodies_are_refused_with_a_reason(body: Body, reason: str):
     assert reason in (GENERATOR.refuse(body) or "")
 
 
@@ -107,20 +107,20 @@ def test_loading_without_a_gpu_says_what_to_do(tmp_path: Path):
         GENERATOR.load([GENERATOR.generate(pointwise("a", "b"), "exp")], tmp_path)
 
 
-def test_a_kernel_that_triton_refuses_is_named_with_its_file(tmp_path: Path):
+def test_an_error_of_triton_names_the_kernel_and_its_file(tmp_path: Path):
     source = GENERATOR.generate(pointwise("a", "b"), "exp")
     broken = dataclasses.replace(source, text=source.text.replace("ops.libdevice.exp(", "tl.load("))
     with pytest.raises(ToolchainError, match=r"exp_[0-9a-f]+: .*ptr type(.|\n)*\.py"):
         compile_source(broken, tmp_path)
 
 
-def test_a_kernel_that_a_pass_of_triton_fails_on_is_named_with_its_file():
+def test_a_failed_pass_of_triton_names_the_kernel_and_its_file():
     source = TritonGenerator().generate(cases.softmax(8, 64).body, "softmax")
     with (
         pytest.raises(ToolchainError, match=r"softmax_[0-9a-f]+: PassManager::run failed(.|\n)*a\.py"),
         explained(source, "softmax", "a.py"),
     ):
-        raise RuntimeError("PassManager::run failed")  # all that Triton's own error says
+        raise RuntimeError("PassManager::run failed")  # Triton's whole error message
 
 
 def test_indices_are_wide_only_where_sizes_need_it():
@@ -165,13 +165,13 @@ def test_forms_are_chosen_by_strides_and_sizes(body: Body, form: str):
     assert choose(body, {}).form == form
 
 
-def test_variants_tell_apart_what_compiled_code_assumes():
+def test_variants_differ_by_alignment_divisibility_and_index_width():
     bound = host_function(4096 * s0, (s0,))
     assert variant_of(0b10, 3, (32,), [bound]) == Variant(aligned=0b101, divisible=1, wide=False)
     assert variant_of(0, 2, (2**20 + 1,), [bound]) == Variant(aligned=0b11, divisible=0, wide=True)
 
 
-def test_the_interpreter_and_the_compiler_live_side_by_side(tmp_path: Path):
+def test_the_interpreter_and_the_compiler_can_be_used_alternately(tmp_path: Path):
     case = cases.softmax(7, 50)
     source = GENERATOR.generate(case.body, case.name)
     for _ in range(2):
@@ -181,7 +181,7 @@ def test_the_interpreter_and_the_compiler_live_side_by_side(tmp_path: Path):
             assert not case.run(GENERATOR.load([source], tmp_path)[source.name], source, "cpu")
 
 
-def test_assertions_in_a_kernel_are_compiled_in_and_integers_may_still_wrap(tmp_path: Path):
+def test_assertions_are_compiled_in_without_checks_for_integer_overflow(tmp_path: Path):
     total = op("add", Load("x", p0, torch.int32), Load("z", p0, torch.int32))
     body = Body((loop(p0, 1000),), (), (Store("y", p0, total, torch.int32),))
     plain = GENERATOR.generate(body, "add")
@@ -197,13 +197,13 @@ def test_assertions_in_a_kernel_are_compiled_in_and_integers_may_still_wrap(tmp_
 
 
 def test_a_prepared_kernel_is_launched_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Compiled for sm_90 and launched through a driver that writes down what it is given."""
+    """The kernel is compiled for sm_90 and launched through a driver that records its arguments."""
     driver = Driver(tmp_path)
     monkeypatch.setattr(triton_launch, "launcher_type", functools.partial(launcher_type, driver=str(driver.path)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 40 + device, raising=False)
     source = GENERATOR.generate(pointwise("a", "b", count=5000), "exp")
     (kernel,) = compile_source(source, tmp_path)
-    # 77: where the driver would have loaded it.
+    # 77: the handle that the driver would return for the loaded kernel.
     stages = [triton_launch.Loaded(lambda *_: None, 77, Binary.of(kernel), spills=0)]
     launcher = triton_launch.CudaLauncher(source, tmp_path, ("cuda", 90, 32))
     direct = launcher._native(2, stages)

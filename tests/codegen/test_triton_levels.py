@@ -1,4 +1,4 @@
-"""Reductions that share a pass: which are joined, and that what they come from has the form they are known by."""
+"""Reductions that share a pass over a row: which are joined, and the form by which they are recognized."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.lowering.against_eager import compiled
 
 
 def variance(divisor: Value, length: int | sympy.Expr = 40, bounded: bool = False) -> Body:
-    """Squared distances from the sum over `divisor`, `bounded` by the least and the largest x."""
+    """Return a body that sums squared distances from sum(x) / `divisor`, clamped to the range of x if `bounded`."""
     x = Load("x", length * p0 + r0, f32)
     mean = op("div", total(x), divisor)
     if bounded:
@@ -37,7 +37,7 @@ def variance(divisor: Value, length: int | sympy.Expr = 40, bounded: bool = Fals
     [variance(number(40.0)), variance(Cast(Index(s0, i64), f32), s0), variance(number(40.0), bounded=True)],
     ids=["40", "s0", "bounded"],
 )
-def test_distances_from_the_mean_are_accumulated_with_the_sum(body: Body):
+def test_squared_distances_from_the_mean_are_accumulated_with_the_sum(body: Body):
     ((both,),) = accumulations(body, True, torch.int32)
     assert isinstance(both, Moments)
     assert len(accumulations(body, False, torch.int32)) == 2
@@ -46,7 +46,7 @@ def test_distances_from_the_mean_are_accumulated_with_the_sum(body: Body):
 @pytest.mark.parametrize(
     "body", [variance(number(39.0)), variance(Cast(Index(s0, i64), f32)), variance(number(40.0), s0)]
 )
-def test_distances_from_anything_else_wait_for_the_sum(body: Body):
+def test_squared_distances_from_another_value_need_a_second_pass(body: Body):
     first, second = accumulations(body, True, torch.int32)
     assert all(isinstance(one, Plain) for one in (*first, *second))
 
@@ -58,9 +58,9 @@ def test_distances_from_anything_else_wait_for_the_sum(body: Body):
     length=st.integers(2, 60),
     form=st.sampled_from(["looped", "split"]),
     rblock=st.sampled_from([2, 8, 32]),
-    far=st.sampled_from([0.0, 100.0, 1e20]),  # whose square is no float32
+    far=st.sampled_from([0.0, 100.0, 1e20]),  # the square of 1e20 overflows float32
 )
-def test_lanes_that_saw_few_elements_or_none_are_joined_with_the_others(
+def test_moments_of_lanes_with_few_or_no_elements_are_joined_exactly(
     seed: int, length: int, form: str, rblock: int, far: float, tmp_path: Path
 ):
     body = variance(number(float(length)), length)
@@ -84,4 +84,4 @@ def test_a_batch_norm_reads_its_input_twice(tmp_path: Path):
         )(x)
     torch.testing.assert_close(found, F.batch_norm(x.double(), None, None, training=True).float(), atol=1e-4, rtol=1e-4)
     (source,) = [text for path in tmp_path.rglob("*.py") if "ops.moments" in (text := path.read_text())]
-    assert source.count("for r_start in") == 2  # the statistics, then what is normalized by them
+    assert source.count("for r_start in") == 2  # for the statistics, and to normalize

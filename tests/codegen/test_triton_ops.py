@@ -1,4 +1,4 @@
-"""Every operation and conversion in Triton's interpreter, over special values, against eager torch."""
+"""Every operation and conversion equals eager torch in Triton's interpreter, over special values."""
 
 from __future__ import annotations
 

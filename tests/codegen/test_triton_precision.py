@@ -1,4 +1,4 @@
-"""What may be approximate: only what is rounded to a low precision before anybody sees it."""
+"""Only values that are rounded to low precision before they are stored or compared may be approximate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(values: frozenset[Value]) -> set[str]:
     return {value.name for value in values if isinstance(value, Op)}
 
 
-def test_what_is_stored_in_float32_or_compared_stays_exact() -> None:
+def test_values_stored_in_float32_or_compared_stay_exact() -> None:
     x = Load("x", p0, f32)
     tanh, exp = op("tanh", x), op("exp", x)
     chosen = op("where", op("lt", exp, number(2.0)), tanh, x)
@@ -32,7 +32,7 @@ def test_what_is_stored_in_float32_or_compared_stays_exact() -> None:
     assert names(coarse_values(both)) == {"where"}
 
 
-def test_sums_pass_on_what_their_reader_allows() -> None:
+def test_operands_of_a_sum_may_be_approximate_if_the_sum_may() -> None:
     exp = op("exp", Load("x", 8 * p0 + r0, f32))
     total = Reduce("sum", exp, f32)
     for dtype, found in ((bf16, {"exp"}), (f32, set())):
@@ -40,8 +40,8 @@ def test_sums_pass_on_what_their_reader_allows() -> None:
         assert names(coarse_values(body)) == found
 
 
-def test_an_operation_says_itself_that_it_is_coarse() -> None:
-    """Beside one that is not: a kernel that holds both computes both, and each as every other kernel does."""
+def test_approximate_and_exact_operations_are_different_values() -> None:
+    """A kernel with an approximate and an exact operation computes both, each as in any other kernel."""
     x = Load("x", p0, f32)
     (low,) = coarsened(Body((loop(p0, 8),), (), (Store("y", p0, op("tanh", x), bf16),))).stores
     assert isinstance(low.value, Op)
@@ -53,7 +53,7 @@ def test_an_operation_says_itself_that_it_is_coarse() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_approximations_agree_to_the_bits_that_are_kept(name: str, tmp_path: Path) -> None:
+def test_approximations_are_exact_to_one_step_of_float16(name: str, tmp_path: Path) -> None:
     near, far = torch.logspace(-30, 1.3, 400, base=10.0), torch.linspace(-12, 12, 624)
     x = torch.cat((far, near, -near))
     arguments = (Load("x", p0, f32), number(3.7)) if name == "div" else (Load("x", p0, f32),)
@@ -66,11 +66,11 @@ def test_approximations_agree_to_the_bits_that_are_kept(name: str, tmp_path: Pat
         triton.knobs.runtime.interpret = True
         generator.load([source], tmp_path)[source.name](*({"x": x, "y": y}[buffer] for buffer in source.buffers))
     want = FUNCTIONS[name](x.double()).to(torch.float16)
-    torch.testing.assert_close(y, want, rtol=2**-10, atol=2**-24)  # one step, subnormal ones included
+    torch.testing.assert_close(y, want, rtol=2**-10, atol=2**-24)  # one step, also for subnormal numbers
 
 
-def test_a_coarse_quotient_is_right_wherever_its_divisor_lies(tmp_path: Path) -> None:
-    """From the smallest subnormal number to infinity, also where the divisor has no reciprocal."""
+def test_an_approximate_quotient_is_right_for_every_divisor(tmp_path: Path) -> None:
+    """Divisors range from the smallest subnormal number to infinity; the reciprocal of some overflows."""
     divisors = torch.cat((torch.logspace(-44.8, 38.5, 200, base=10.0), torch.tensor([0.0, float("inf"), float("nan")])))
     divisors = torch.cat((divisors, -divisors))
     a, b = (each.flatten() for each in torch.meshgrid(divisors, divisors, indexing="ij"))

@@ -1,4 +1,4 @@
-"""Scans of rows that are divided among programs: any rows, length, tile and number of programs, exactly."""
+"""Scans of rows divided among programs are exact for any number of rows and programs, any length and tile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.codegen.terms import i64, loop, p0, r0
 
 
 def counted(rows: int, length: int) -> Body:
-    """A running total, the place of the running maximum, the running total of that place, and that one's maximum."""
+    """Return a body with a cumulative sum, indices of the cumulative maximum, their cumulative sum and its maximum."""
     x = Load("x", length * p0 + r0, i64)
     place = Scan("argmax", x, i64, r0)
     again = Scan("sum", place, i64, r0)
@@ -35,7 +35,7 @@ def counted(rows: int, length: int) -> Body:
     splits=st.sampled_from([2, 4]),
     seed=st.integers(0, 100),
 )
-def test_every_division_gives_what_eager_has(
+def test_every_division_among_programs_equals_eager(
     rows: int, length: int, xblock: int, rblock: int, splits: int, seed: int, tmp_path: Path
 ):
     body = counted(rows, length)
@@ -54,8 +54,8 @@ def test_every_division_gives_what_eager_has(
         assert torch.equal(found[name], want), name
 
 
-def test_what_is_stored_waits_for_the_last_pass_over_the_row():
-    """So that a scan may take the place of what it reads (ir/hazards.py), which the passes before read again."""
+def test_scans_are_stored_in_the_last_pass_over_the_row():
+    """So a scan may overwrite its input (ir/hazards.py), which earlier passes read again."""
     source = TritonGenerator().generate(
         counted(3, 90), "counted", tiling=Tiling("split", (loop(p0, 3),), 1, 1, r=(loop(r0, 90),), rblock=8, splits=2)
     )

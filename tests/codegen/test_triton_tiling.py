@@ -1,4 +1,4 @@
-"""What the heuristics hold to: memory that there is, and forms that a sweep on an H200 showed to be the faster ones."""
+"""The tilings that heuristics choose fit the GPU's memory, and have the forms that a sweep on an H200 found fastest."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.codegen.norm_cases import norm_gradients
 from tests.codegen.terms import loop, p0, p1, p2, r0, total
 from tests.codegen.triton_cases import elements_and_columns, softmax, three_ways, transpose
 
-SHARED_OF_A_PROGRAM = 99 * 1024  # bytes, at most, on compute capability 8.6 and 8.9: the least of all since 8.0
+SHARED_OF_A_PROGRAM = 99 * 1024  # bytes; the limit of compute capability 8.6 and 8.9, the lowest since 8.0
 BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(1024, BF16), (4096, BF16), (4096, F32), (8192, BF16), (16384, BF16)])
-def test_rows_are_loaded_ahead_into_no_more_memory_than_a_program_has_anywhere(
+def test_rows_are_loaded_ahead_only_if_they_fit_into_shared_memory_of_every_gpu(
     width: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     body = norm_gradients(2, 8192, width, dtype).body
@@ -35,12 +35,12 @@ def test_rows_are_loaded_ahead_into_no_more_memory_than_a_program_has_anywhere(
     assert ("cp.async" in rows.asm["ptx"]) == (width * dtype.itemsize < 32768)
 
 
-def test_short_rows_are_many_to_a_program_and_not_loaded_ahead() -> None:
+def test_a_program_has_many_short_rows_and_does_not_load_them_ahead() -> None:
     tiling = choose(norm_gradients(32, 8192, 128).body, {})
     assert (tiling.xblock * tiling.rblock, tiling.num_stages) == (4096, 0)
 
 
-def test_columns_are_loaded_ahead_where_the_pass_also_stores() -> None:
+def test_columns_are_loaded_ahead_only_if_the_pass_also_stores_elements() -> None:
     stores = choose(elements_and_columns(8192, 14336).body, {})
     x = Load("x", 14336 * r0 + p0, BF16)
     sums = Body((loop(p0, 14336),), (loop(r0, 8192),), (Store("s", p0, Reduce("sum", x, F32), F32),))
@@ -48,16 +48,16 @@ def test_columns_are_loaded_ahead_where_the_pass_also_stores() -> None:
     assert (choose(sums, {}).form, choose(sums, {}).num_stages) == ("split", 0)
 
 
-def test_long_rows_that_are_read_again_leave_one_program_a_multiprocessor() -> None:
-    """As many registers as half of what there is: 132 rows of 256 KB then fit the L2 cache, 264 would not."""
+def test_long_rows_that_are_read_again_allow_one_program_per_multiprocessor() -> None:
+    """A program uses half of the registers: then 132 rows of 256 KB fit into the L2 cache, which 264 would not."""
     body = softmax(2048, 128_000).body
     tiling = choose(body, {})
     assert (tiling.form, tiling.xblock, tiling.num_warps) == ("looped", 1, 32)
     elements = tiling.rblock // (32 * tiling.num_warps)
-    assert 32 < elements <= 64  # values of a thread, a register each, of 64 that 1024 threads have
+    assert 32 < elements <= 64  # values, in a register each; a thread of 1024 has 64 registers
 
 
-def test_a_top_k_takes_few_rows_and_many_threads() -> None:
+def test_a_top_k_has_few_rows_and_many_threads_per_program() -> None:
     key = Load("x", 64 * p0 + r0, F32)
     for _ in range(6):
         key = op("sub", key, Reduce("max", key, F32))
@@ -66,7 +66,7 @@ def test_a_top_k_takes_few_rows_and_many_threads() -> None:
     assert (tiling.xblock, tiling.rblock, tiling.num_warps) == (16, 64, 8)
 
 
-def test_one_row_by_itself_gets_more_threads_than_one_of_many() -> None:
+def test_a_row_gets_more_threads_if_there_are_few_rows() -> None:
     x = Load("x", 4096 * p0 + r0, F32)
     bodies = [
         Body((loop(p0, rows),), (loop(r0, 4096),), (Store("y", p0, Reduce("max", x, F32), F32),))
@@ -78,14 +78,14 @@ def test_one_row_by_itself_gets_more_threads_than_one_of_many() -> None:
 
 
 @pytest.mark.parametrize(("rows", "length", "splits"), [(1, 2**20, 128), (8, 2**17, 16), (2048, 2**17, 1)])
-def test_few_long_rows_are_scanned_by_many_programs_and_many_rows_by_one_each(rows: int, length: int, splits: int):
+def test_only_few_long_rows_are_scanned_by_several_programs_each(rows: int, length: int, splits: int):
     at = length * p0 + r0
     scan = Scan("sum", Load("x", at, F32), F32, r0)
     assert choose(Body((loop(p0, rows),), (loop(r0, length),), (Store("y", at, scan, F32),)), {}).splits == splits
 
 
-def test_numbers_of_a_row_take_no_room_ahead() -> None:
-    """LayerNorm's backward: two rows and four numbers of each."""
+def test_values_per_row_do_not_count_as_memory_for_loading_ahead() -> None:
+    """Like LayerNorm's backward: it loads two rows, and four numbers per row."""
     at = 4096 * p0 + r0
     row = op("mul", Load("x", at, BF16), Load("g", at, BF16))
     for name in ("mean", "scale", "shift", "other"):
@@ -94,16 +94,16 @@ def test_numbers_of_a_row_take_no_room_ahead() -> None:
     assert choose(Body((loop(p0, 8192),), (loop(r0, 4096),), stores), {}).num_stages == 3
 
 
-def test_a_tile_has_an_axis_for_each_loop_that_something_lies_along() -> None:
-    """Without the third one a tile would read a whole sector of the cache for each element of that tensor."""
+def test_a_tile_has_an_axis_for_every_loop_along_which_a_tensor_is_contiguous() -> None:
+    """Without the third axis, a tile would load a whole cache sector for every element of the third tensor."""
     assert len(tile_axes(choose(transpose(1000, 2000).body, {}))) == 2
     tiling = choose(three_ways(100, 200, 150, BF16).body, {})
     assert tile_axes(tiling) == ("z", "y", "x")
     assert min(tiling.xblock, tiling.yblock, tiling.zblock) * BF16.itemsize == 32
-    assert len(tile_axes(choose(three_ways(3, 200, 150).body, {}))) == 2  # too few along the third
+    assert len(tile_axes(choose(three_ways(3, 200, 150).body, {}))) == 2  # too few elements along the third dim
 
 
-def test_channels_of_a_group_and_the_groups_are_one_axis_where_channels_alone_are_too_few() -> None:
+def test_groups_and_their_channels_are_one_axis_if_a_group_has_too_few_channels() -> None:
     p3 = loop_symbol("p", 3)
     x, scale = Load("x", 1310720 * p0 + 10 * p1 + p2 + 320 * p3, BF16), Load("s", 32 * p0 + p1, F32)
     loops = (loop(p0, 16), loop(p1, 32), loop(p2, 10), loop(p3, 4096))
@@ -114,23 +114,23 @@ def test_channels_of_a_group_and_the_groups_are_one_axis_where_channels_alone_ar
 
 
 def test_no_loop_is_in_two_axes_of_a_tile() -> None:
-    """`repeat_interleave(2)`: too few lie along the inner loop, and the outer one is an axis of its own already."""
+    """`repeat_interleave(2)`: the inner loop is too short for an axis, and the outer one already is an axis."""
     body = Body((loop(p0, 64), loop(p1, 2)), (), (Store("y", 2 * p0 + p1, Load("x", p0, F32), F32),))
     tiling = choose(body, {})
     axes = (*tiling.x, *tiling.y, *tiling.z, *tiling.grid)
     assert sorted(axes, key=str) == sorted(body.loops, key=str)
 
 
-def test_a_row_of_what_lies_across_it_is_a_tile_with_sectors_of_the_cache_along_both() -> None:
-    """The sums of a channel over its pixels, of one tensor with channels last and one with channels first."""
+def test_a_reduction_of_tensors_in_both_orders_has_a_tile_with_whole_sectors_along_both() -> None:
+    """Sums over the pixels of a channel, of a product of a channels-last and a channels-first tensor."""
     product = op("mul", Load("x", 64 * r0 + p0, BF16), Load("g", 4096 * p0 + r0, BF16))
     body = Body((loop(p0, 64),), (loop(r0, 4096),), (Store("s", p0, Reduce("sum", product, F32), F32),))
     tiling = choose(body, {})
     assert min(tiling.xblock, tiling.rblock) * BF16.itemsize >= 32
 
 
-def test_a_thread_gets_no_neighbours_that_it_would_have_to_read_one_by_one(tmp_path: Path) -> None:
-    """Rows of odd length, of which every other one begins within an access: one element a thread."""
+def test_a_thread_gets_no_neighbouring_elements_that_it_cannot_load_together(tmp_path: Path) -> None:
+    """Every other row of odd length is not aligned to an access of two elements, so a thread gets one element."""
     row, bias = Load("x", 10747 * p0 + p1, BF16), Load("b", p1, BF16)
     store = Store("y", 10747 * p0 + p1, op("add", row, bias), BF16)
     (kernel,) = compile_source(
@@ -139,7 +139,7 @@ def test_a_thread_gets_no_neighbours_that_it_would_have_to_read_one_by_one(tmp_p
     assert set(re.findall(r"sizePerThread = \[(\d+)\]", kernel.asm["ttgir"])) == {"1"}
 
 
-def test_tiles_of_columns_are_smaller_where_much_is_loaded_ahead() -> None:
+def test_tiles_of_columns_are_smaller_if_many_tensors_are_loaded_ahead() -> None:
     at = 4096 * r0 + p0
     x = [Load(f"x{each}", at, BF16) for each in range(5)]
     value = reduce(lambda a, b: op("add", a, b), x)

@@ -1,4 +1,4 @@
-"""Bodies as training makes them, with inputs and what eager torch says: for the interpreter and for a GPU alike."""
+"""Bodies of training, with inputs and eager torch's results; for the interpreter and for a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.codegen.terms import (
 
 
 def elements_and_columns(rows: int, width: int) -> Case:
-    """An element-wise result stored on the way to its column sums."""
+    """Return an element-wise result and its column sums."""
     at = width * r0 + p0
     value = op("exp", Load("x", at, f32))
     body = Body(
@@ -55,7 +55,7 @@ def softmax(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
         (loop(p0, rows),), (loop(r0, width),), (Store("y", width * p0 + r0, op("div", exp, total(exp)), dtype),)
     )
     inputs = noise(rows, width, dtype=dtype) * 4
-    inputs[0, : 2 * width // 3] = -math.inf  # most of a row masked, all of one, a row with +inf, one with NaN
+    inputs[0, : 2 * width // 3] = -math.inf  # rows: mostly masked, fully masked, with +inf, with NaN
     inputs[1] = -math.inf
     inputs[2, width // 2] = math.inf
     inputs[3, 1] = math.nan
@@ -64,7 +64,7 @@ def softmax(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
 
 
 def cross_entropy(rows: int, width: int) -> Case:
-    """Loss of each row, its maximum and log-sum-exp; the target's logit is gathered."""
+    """Return the loss and the log-sum-exp of every row; the target's logit is gathered."""
     x = Load("x", width * p0 + r0, bf16)
     peak = Reduce("max", x, f32)
     log_total = op("log", total(op("exp", op("sub", x, peak))))
@@ -99,7 +99,7 @@ def swiglu(count: int, dtype: torch.dtype = bf16) -> Case:
 
 
 def rope(tokens: int, heads: int, width: int, dtype: torch.dtype = bf16) -> Case:
-    """Rotary embedding by halves: masked loads of the partner half, as `cat` lowers to."""
+    """Return a rotary embedding by halves, with masked loads of the other half, to which `cat` lowers."""
     half = width // 2
     at = heads * width * p0 + width * p1 + p2
     position = Index(p2)
@@ -126,7 +126,7 @@ def rope(tokens: int, heads: int, width: int, dtype: torch.dtype = bf16) -> Case
 
 
 def joined_to_one(rest: int) -> Case:
-    """`cat` of one element and a tensor: one address under a mask that varies."""
+    """Return `cat` of one element and a tensor: a load of one address with a mask that varies."""
     first = op("lt", Index(p0), Constant(1, i64))
     second = op("ge", Index(p0), Constant(1, i64))
     value = op("where", first, Load("x", sympy.S.Zero, f32, mask=first), Load("z", p0 - 1, f32, mask=second))
@@ -148,7 +148,7 @@ def embedding(tokens: int, vocabulary: int, width: int) -> Case:
 
 
 def embedding_backward(tokens: int, vocabulary: int, width: int, dtype: torch.dtype = f32) -> Case:
-    """Rows added where their token says: several hit one row."""
+    """Return the gradient of an embedding, which adds several rows to the row of one token."""
     token = Load("tokens", p0, i64)
     store = Store("grad", width * i0 + p1, Load("dy", width * p0 + p1, dtype), dtype, "add", indirect=((i0, token),))
     tensors = {
@@ -161,7 +161,7 @@ def embedding_backward(tokens: int, vocabulary: int, width: int, dtype: torch.dt
         return {"grad": t["grad"].float().index_add(0, t["tokens"], t["dy"].float())}
 
     body = Body((loop(p0, tokens), loop(p1, width)), (), (store,))
-    # Every addition in bfloat16 rounds; their order is up to the device.
+    # Every addition in bfloat16 rounds, in an order that the device chooses.
     return Case(
         f"embedding_backward_{str(dtype)[6:]}", body, tensors, expected, tolerance=2e-5 if dtype is f32 else 0.02
     )
@@ -187,7 +187,7 @@ def transpose(rows: int, columns: int, batch: int = 2) -> Case:
 
 
 def three_ways(batch: int, rows: int, columns: int, dtype: torch.dtype = f32) -> Case:
-    """Three tensors of one shape, each contiguous along another dim."""
+    """Return an expression of three tensors of one shape, each contiguous along another dim."""
     at = (p0 * rows + p1) * columns + p2
     a = Load("a", at, dtype)
     b = Load("b", (p0 * columns + p2) * rows + p1, dtype)
@@ -208,7 +208,7 @@ def three_ways(batch: int, rows: int, columns: int, dtype: torch.dtype = f32) ->
 
 
 def symbolic(rows: int, width: int) -> Case:
-    """The number of columns is known at launch only."""
+    """Return a reduction with a symbolic number of columns."""
     x = Load("x", s0 * p0 + r0, f32)
     centred = op("sub", x, Reduce("max", x, f32))
     stores = (Store("y", s0 * p0 + r0, centred, f32), Store("total", p0, total(op("exp", centred)), f32))
@@ -230,7 +230,7 @@ def symbolic_pointwise(rows: int, width: int) -> Case:
 
 
 def divided(count: int) -> Case:
-    """FloorDiv and ModularIndexing in an index, and a position that becomes negative."""
+    """Return a body with FloorDiv and ModularIndexing in an index, and a floor division of negative numbers."""
     index = 7 * FloorDiv(p0, 7) + ModularIndexing(p0 + 3, 1, 7)
     shifted = Index(FloorDiv(p0 - 5, 3))
     stores = (Store("y", p0, Load("x", index, f32), f32), Store("z", p0, shifted, i64))
@@ -248,7 +248,7 @@ def divided(count: int) -> Case:
 
 
 def in_place(rows: int, width: int) -> Case:
-    """An output over an input at the same index, through a reduction."""
+    """Return a body that overwrites its input at the same index with a value that depends on a reduction."""
     x = Load("x", width * p0 + r0, f32)
     body = Body(
         (loop(p0, rows),), (loop(r0, width),), (Store("x", width * p0 + r0, op("sub", x, Reduce("min", x, f32)), f32),)
@@ -257,9 +257,9 @@ def in_place(rows: int, width: int) -> Case:
 
 
 def through_float8(count: int, to: torch.dtype, back: bool = True) -> Case:
-    """Rounded to float8, what lies beyond its numbers included; and, with `back`, read as a number again.
+    """Return a conversion to float8, also of numbers beyond its range, and with `back` a conversion from it.
 
-    The interpreter's conversions from float8 know no infinity, and those to e4m3 do not round.
+    Triton's interpreter does not support infinity in conversions from float8, and does not round in those to e4m3.
     """
     edge = [0.0, -0.0, 2.0**-9, 2.0**-10, 448.0, -449.0, 464.0, 465.0, 1e6, math.inf, -math.inf, math.nan]
     edge += [2.0**-16, 2.0**-17, -1.5 * 2.0**-17, 57344.0, 61439.0, -61440.0, 65536.0]
@@ -276,13 +276,13 @@ def through_float8(count: int, to: torch.dtype, back: bool = True) -> Case:
 
 
 def nothing() -> Case:
-    """No iterations: nothing is launched and nothing is written."""
+    """Return a body without iterations, which launches nothing and stores nothing."""
     body = Body((loop(p0, 0),), (), (Store("y", sympy.S.Zero, number(1.0), f32),))
     return Case("nothing", body, {"y": torch.zeros(1)}, lambda t: {"y": t["y"]})
 
 
 def small() -> list[Case]:
-    """Sizes for the interpreter: tails everywhere."""
+    """Return cases in sizes for the interpreter, which no tile divides."""
     return [
         rms_norm(5, 40),
         rms_norm_backward(5, 40),
@@ -320,7 +320,7 @@ def small() -> list[Case]:
 
 
 def large() -> list[Case]:
-    """Sizes for a GPU, where every heuristic form is chosen by somebody."""
+    """Return cases in sizes for a GPU, for which heuristics choose every form at least once."""
     return [
         rms_norm(2048, 4096),
         rms_norm_backward(2048, 4096),

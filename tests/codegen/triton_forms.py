@@ -1,4 +1,4 @@
-"""Ways to divide a body's work among programs: each form that fits it, and what `autotune` would measure."""
+"""Tilings of a body: one of every form that fits it, and those that `autotune` measures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.codegen.case import Case
 
 
 def variants(body: Body) -> list[tuple[str, Tiling | None]]:
-    """The heuristic tiling and every form that fits the body, with small odd tiles."""
+    """Return the heuristic tiling (None) and one of every form that fits the body, with small tiles."""
     forms: list[tuple[str, Tiling | None]] = [("chosen", None)]
     if not body.reduction:
         if len(body.loops) >= 2:
@@ -35,6 +35,6 @@ def variants(body: Body) -> list[tuple[str, Tiling | None]]:
 
 
 def tilings_to_measure(case: Case) -> list[Tiling]:
-    """The heuristic tiling and those that `autotune` measures beside it."""
+    """Return the heuristic tiling and those that `autotune` measures besides it."""
     chosen = (products.choose if case.body.dots() else tiling.choose)(case.body, {})
     return alternatives(case.body, {}, chosen)

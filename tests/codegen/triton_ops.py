@@ -1,4 +1,4 @@
-"""Every operation of the loop IR over special values, one kernel a dtype and arity, for the interpreter and a GPU."""
+"""Every operation of the loop IR over special values, one kernel per dtype and arity; for the interpreter and a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 
 
 def _numpy(function: Callable[..., Any], eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch's vectorized fmod on CPU is NaN for large quotients; NumPy's is exact."""
+    """Return NumPy's exact `function` for CPU tensors, because torch's fmod on CPU is NaN for large quotients."""
 
     def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.device.type != "cpu":
@@ -68,7 +68,7 @@ _BOOL = set(
     "logical_not bitwise_not isnan isinf add mul eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and "
     "bitwise_or bitwise_xor maximum minimum".split()
 )
-# Correctly rounded on IEEE hardware, or exact by nature: no tolerance (torch's own sqrt on CPU is off by one).
+# Correctly rounded on IEEE hardware, or always exact: no tolerance (not sqrt: torch's is off by one bit on CPU).
 EXACT = set(
     "neg abs sign signbit reciprocal relu floor ceil trunc round isnan isinf logical_not bitwise_not add sub mul "
     "div floor_div trunc_div remainder fmod copysign nextafter maximum minimum eq ne lt le gt ge logical_and "
@@ -77,18 +77,20 @@ EXACT = set(
 
 
 def names_of(dtype: torch.dtype, arity: int) -> list[str]:
-    """Operations of `arity` that torch has for `dtype`."""
+    """Return the operations of `arity` that torch has for `dtype`."""
     table = UNARY if arity == 1 else BINARY
     if dtype is torch.bool:
         return [name for name in table if name in _BOOL]
     if not dtype.is_floating_point:
         return [name for name in table if name in _ANY | _INTEGER_ONLY]
-    without = _INTEGER_ONLY | ({"nextafter"} if dtype.itemsize == 2 else set())  # float32's neighbour is not theirs
+    without = _INTEGER_ONLY | (
+        {"nextafter"} if dtype.itemsize == 2 else set()
+    )  # a neighbour in float32 is no neighbour in 16 bits
     return [name for name in table if name not in without]
 
 
 def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """All pairs of special values, then ordinary ones."""
+    """Return all pairs of special values, followed by ordinary ones."""
     generator = torch.Generator().manual_seed(0)
     if dtype is torch.bool:
         special = torch.tensor([False, True])
@@ -110,7 +112,7 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def elementwise(dtype: torch.dtype, arity: int) -> Case:
-    """Every operation of `arity` on the same operands."""
+    """Return a kernel that applies every operation of `arity` to the same operands."""
     names = names_of(dtype, arity)
     left, right = operands(dtype)
     if not dtype.is_floating_point:
@@ -140,14 +142,14 @@ def elementwise(dtype: torch.dtype, arity: int) -> Case:
 
 
 class _Elementwise(Case):
-    """Compares each element with its own tolerance: functions are off by units in the last place."""
+    """A case that compares every element relative to itself, because functions are off by units in the last place."""
 
     def problem(self, name, got, want, inputs):
         operands = [inputs[key].tensor for key in ("a", "b") if key in inputs]
         return _elements_off(got, want.to(got.dtype), name in EXACT, operands)
 
 
-# Three units in the last place of what is computed in, one of a lower precision it is rounded to.
+# Three units in the last place of the computing precision; one unit if the result is rounded to a lower precision.
 _RELATIVE = {torch.float32: 4e-7, torch.float64: 1e-15, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
@@ -157,7 +159,7 @@ def _elements_off(got: torch.Tensor, want: torch.Tensor, exact: bool, inputs: li
     else:
         same = (got == want) | (got.isnan() & want.isnan())
         relative = 0.0 if exact else _RELATIVE[got.dtype]
-        # Results too small to be normal may be flushed to zero.
+        # Subnormal results may be flushed to zero.
         allowed = relative * want.double().abs() + torch.finfo(got.dtype).tiny
         wrong = ~(same | ((got.double() - want.double()).abs() <= allowed))
     if not wrong.any():
@@ -168,7 +170,7 @@ def _elements_off(got: torch.Tensor, want: torch.Tensor, exact: bool, inputs: li
 
 
 def casts(source: torch.dtype) -> Case:
-    """`source` converted to every dtype, by Cast and then a store, where torch defines the result."""
+    """Return a kernel that casts `source` to every dtype for which torch defines the result, and stores it."""
     if source is torch.bool:
         x = torch.tensor([False, True])
     elif source.is_floating_point:
@@ -191,7 +193,7 @@ def casts(source: torch.dtype) -> Case:
 
 
 def where_and_constants() -> Case:
-    """`where`, constants that are not finite, and a bool made from a comparison and stored."""
+    """Return a kernel with `where`, constants that are not finite, and a stored bool of a comparison."""
     x = Load("x", p0, torch.float32)
     positive = op("gt", x, Constant(0.0, torch.float32))
     parts: dict[str, tuple[Value, torch.dtype]] = {
@@ -222,7 +224,7 @@ def where_and_constants() -> Case:
 
 
 def random_numbers() -> Case:
-    """Words and numbers of a stream, at positions beyond 32 bits too: bit by bit what runtime/philox.py says."""
+    """Return a kernel of Philox words and numbers, also beyond 32-bit positions, bitwise equal to runtime/philox.py."""
     count, far = 1000, 2**36 + 5
     seed = [Load("seed", sympy.Integer(at), torch.int64) for at in range(2)]
     positions = {"near": p0, "later": p0 + far + 3, "odd": p0 + 7, "far": 3 * p0 + far}  # the first two in blocks
@@ -246,7 +248,7 @@ def random_numbers() -> Case:
 
 
 def bitcasts() -> Case:
-    """The bits of floats as integers and back."""
+    """Return a kernel that reads the bits of floats as integers and back."""
     stores, tensors = [], {}
     pairs = [(torch.float32, torch.int32), (torch.float64, torch.int64)]
     for wide, bits in pairs:
@@ -269,7 +271,7 @@ def bitcasts() -> Case:
 
 
 def atomics() -> Case:
-    """Every way in which iterations combine in one element, where a mask allows it."""
+    """Return a kernel with every masked atomic store (add, max, min)."""
     count, places = 600, 7
     generator = torch.Generator().manual_seed(11)
     where = Load("where", p0, torch.int64)
