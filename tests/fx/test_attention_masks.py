@@ -83,13 +83,6 @@ def by_triu_of_infinity(q: Tensor) -> Tensor:
     return torch.triu(torch.full((n, n), -INFINITY), diagonal=1)
 
 
-def by_filling_in_place(q: Tensor) -> Tensor:
-    mask = torch.empty(q.shape[-2], q.shape[-2])
-    mask.fill_(-INFINITY)
-    mask.triu_(1)
-    return mask
-
-
 def by_masked_fill(q: Tensor) -> Tensor:
     i, j = i_and_j(q)
     return torch.zeros(1, 1, q.shape[-2], q.shape[-2]).masked_fill(j > i, torch.finfo(torch.float32).min)
@@ -131,9 +124,7 @@ def of_sequences_packed_one_by_one(q: Tensor) -> Tensor:
 def by_operators_methods(q: Tensor) -> Tensor:
     """Return a causal mask in the form in which torch 2.11 traces comparisons under vmap."""
     i, j = i_and_j(q)
-    mask = j.__le__(i)
-    mask.__iand__(i.__eq__(i))
-    return mask
+    return j.__le__(i).__and__(i.__eq__(i))
 
 
 def transposed(q: Tensor) -> Tensor:
@@ -143,7 +134,7 @@ def transposed(q: Tensor) -> Tensor:
 
 CAUSAL: list[Mask] = [
     by_compare, as_hugging_face_does, by_tril, by_triu_of_infinity, by_masked_fill, by_where, inverted_product,
-    of_two_additive_masks, with_padding_of_ones, transposed, of_sequences_packed_one_by_one,
+    of_two_additive_masks, with_padding_of_ones, transposed, of_sequences_packed_one_by_one, by_operators_methods,
 ]  # fmt: skip
 
 
@@ -248,6 +239,20 @@ def changed_by_an_index(q: Tensor) -> Tensor:
     return mask
 
 
+def changed_by_an_operator(q: Tensor) -> Tensor:
+    i, j = i_and_j(q)
+    mask = j <= i
+    mask &= j > i - 4
+    return mask
+
+
+def changed_by_an_operators_method(q: Tensor) -> Tensor:
+    i, j = i_and_j(q)
+    mask = j <= i
+    mask.__iand__(j > i - 4)
+    return mask
+
+
 def of_other_bits(q: Tensor) -> Tensor:
     i, j = i_and_j(q)
     return torch.where(j > i, -INFINITY, 0.0).view(torch.int32).view(torch.float32) + 0.0
@@ -256,6 +261,7 @@ def of_other_bits(q: Tensor) -> Tensor:
 OTHER: list[Mask] = [
     window, window_of_either_side, strictly_before, by_chunk, anti_causal, weakly_additive, with_a_bias, by_head,
     of_the_data, of_two_sequences_in_a_row, changed_through_a_view, changed_by_an_index,
+    changed_by_an_operator, changed_by_an_operators_method,
     by_a_function_of_a_known_name, of_other_bits,
 ]  # fmt: skip
 
