@@ -64,14 +64,18 @@ def test_kernels_of_equal_source_are_measured_once(tmp_path: Path) -> None:
     assert second is first  # cached: both kernels have the same source
 
 
-def test_a_function_compiled_with_benchmark_fusion_equals_eager() -> None:
+def test_a_function_compiled_with_benchmark_fusion_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.utils.counters.clear()
+    timed: list[KernelTiming | str] = []
+    measure = KernelTimes.__call__
+    monkeypatch.setattr(KernelTimes, "__call__", lambda self, op: timed.append(measure(self, op)) or timed[-1])
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x.sin(), -1).cos()
 
     x = torch.randn(64, 64)
     torch.testing.assert_close(compiled(function, benchmark_fusion=True)(x), function(x))
+    assert any(isinstance(each, KernelTiming) for each in timed)
     assert counted("fallbacks") == 0
 
 
