@@ -14,6 +14,7 @@ from overlapc.fusion import fuse_ops
 from overlapc.ir.ops import Loops
 from tests.codegen.case import Case
 from tests.codegen.cubins import compile_source
+from tests.codegen.interpreted import triton_on_cpu
 from tests.codegen.norm_cases import group_norm
 from tests.codegen.pair_cases import gate_and_up, gradients_and_columns
 from tests.codegen.scan_cases import scan_cases
@@ -21,6 +22,7 @@ from tests.codegen.triton_cases import small, softmax
 from tests.codegen.triton_forms import variants
 from tests.codegen.triton_ops import all_cases
 from tests.fusion.programs import capture
+from tests.programs.by_triton import Remembering
 
 FORMS = [(case, form, tiling) for case in small() + scan_cases() for form, tiling in variants(case.body)]
 
@@ -77,6 +79,23 @@ def test_a_kernel_that_stores_rows_and_also_reads_them_compiles(tmp_path: Path):
     assert compiled.asm["cubin"]
 
 
+def test_stores_of_elements_of_different_sizes_compile(tmp_path: Path):
+    """Triton's pass over layout conversions fails on some kernels that make all such stores last."""
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gelu = torch.nn.functional.gelu(x)
+        same = torch.copysign(gelu, gelu)
+        largest = torch.addcmul(gelu, gelu, weight, value=0.5).max(2)
+        return gelu, same, same.float(), same.clamp(-0.81, 0.83), same.sum(2), *largest
+
+    torch._dynamo.reset()
+    generator = Remembering()
+    with triton_on_cpu(generator):
+        torch.compile(function, backend="overlapc", dynamic=True)(torch.randn(2, 6, 6).bfloat16(), torch.randn(6))
+    (source,) = generator.sources
+    assert compile_source(source, tmp_path)[0].asm["cubin"]
+
+
 def test_16_bit_integers_are_not_added_in_pairs(tmp_path: Path):
     """ptxas drops a constant of a paired addition: on GPUs, masks of padded rows then excluded elements."""
 
@@ -89,6 +108,18 @@ def test_16_bit_integers_are_not_added_in_pairs(tmp_path: Path):
     (compiled,) = compile_source(TritonGenerator().generate(kernel.body, "padded"), tmp_path)
     assert "%half5" in compiled.asm["ptx"], "LLVM no longer makes pairs here: this test needs another kernel"
     assert not re.search(r"add\.[su]16x2", compiled.asm["ptx"])
+
+
+def test_subnormal_numbers_are_not_taken_for_zeros(tmp_path: Path):
+    """In eager, the hypotenuse of 1e-40 and 1e-40 is above 0."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.hypot(x).log().expm1() > 0
+
+    (kernel,), _ = fuse_ops(capture(function, torch.randn(40)))
+    assert isinstance(kernel, Loops)
+    (compiled,) = compile_source(TritonGenerator().generate(kernel.body, "subnormal"), tmp_path)
+    assert ".ftz" not in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(("case", "form", "tiling"), FORMS, ids=[f"{case.name}-{form}" for case, form, _ in FORMS])

@@ -196,7 +196,11 @@ class StageWriter(ValueWriter):
                 self.top(f"{state.name} = tl.full({shape}, {state.neutral}, {COMPUTE[state.dtype]})")
         with_r = self.open_scanning_loop(first, last, roots)
         names = dict(self.names)
-        self.compute(with_r, names, roots)
+        first_of_all = self.before_stores(names, stores, ("x", "r"), roots)
+        self.compute(with_r, names, first_of_all)
+        if first_of_all is not roots:
+            self.write(with_r, names, stores, ("x", "r"))
+            self.compute(with_r, names, roots)
         for accumulation in level:
             states = [state.name for state in accumulation.states]
             value = self.lanes(with_r, names, accumulation)
@@ -210,7 +214,8 @@ class StageWriter(ValueWriter):
                 with_r(line)
             if new != states:
                 with_r(f"{', '.join(states)} = {', '.join(new)}")
-        self.write(with_r, names, stores, ("x", "r"))
+        if first_of_all is roots:
+            self.write(with_r, names, stores, ("x", "r"))
         self.close_axis("r")
 
     def finish_level(self, level: Sequence[Accumulation]) -> None:

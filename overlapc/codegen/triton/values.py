@@ -338,15 +338,9 @@ class ValueWriter(AxisWriter):
         return f', eviction_policy="evict_{"last" if again else "first"}"'
 
     def write(self, emit: Scope, names: dict[Value, str], stores: Sequence[Store], axes: Sequence[str]) -> None:
-        """Compute and write `stores`; all loads come first, so that an output may overwrite an input in place.
-
-        The store of a row's result follows its value immediately: Triton 3.6 reuses conversions to the store's layout
-        in places before them (its issue 8257: "operand #0 does not dominate this use").
-        """
+        """Compute and write `stores`; all loads come first, so that an output may overwrite an input in place."""
         values = [value for store in stores for value in store.operands()]
-        if self.kernel.is_reduction and tuple(axes) == ("x",):
-            values = [value for value in self.needed(values, names) if isinstance(value, Load)]
-        self.compute(emit, names, values)
+        self.compute(emit, names, self.before_stores(names, stores, axes, values))
         for store in stores:
             pair = self.kernel.store_pairs.get(store)
             together = [store] if pair is None else [pair.even, pair.odd]
@@ -367,6 +361,20 @@ class ValueWriter(AxisWriter):
                 emit(f'tl.atomic_{store.mode}({pointer}, {text}{mask}, sem="relaxed")')
             else:
                 emit(f"tl.store({pointer}, {text}{mask})")
+
+    def before_stores(
+        self, names: dict[Value, str], stores: Sequence[Store], axes: Sequence[str], values: Sequence[Value]
+    ) -> Sequence[Value]:
+        """Return what of `values` is computed before the first of `stores`: all of it, or only what they load.
+
+        Triton 3.6 reuses conversions to a store's layout in places before them (its issue 8257: "operand #0 does not
+        dominate this use"). So where layouts differ each store follows its value immediately: where stores are of rows'
+        results, or of elements of different sizes.
+        """
+        rows = self.kernel.is_reduction and tuple(axes) == ("x",)
+        if rows or len({store.memory_dtype.itemsize for store in stores}) > 1:
+            return [value for value in self.needed(values, names) if isinstance(value, Load)]
+        return values
 
     def compute_all(self, emit: Scope, names: dict[Value, str], stores: Sequence[Store]) -> None:
         self.compute(emit, names, [value for store in stores for value in store.operands()])
