@@ -97,7 +97,8 @@ def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
     """Return Triton's compile options for a stage."""
     # No fusion: LLVM and ptxas would contract a product and a sum into one rounding where they are adjacent, which
     # differs between kernels. Code that needs a single rounding asks for it (`ops.fma`, libdevice's functions).
-    options: dict[str, Any] = {"num_warps": stage.num_warps, "enable_fp_fusion": False}
+    # Nor do libdevice's functions take subnormal numbers for 0, which Triton makes them do: eager's do not.
+    options: dict[str, Any] = {"num_warps": stage.num_warps, "enable_fp_fusion": False, "enable_reflect_ftz": False}
     if stage.num_stages:
         options["num_stages"] = stage.num_stages
     if "tl.device_assert(" in source.text:

@@ -36,6 +36,7 @@ def load_module(path: Path, name: str) -> ModuleType:
     """Load a generated module whose kernels run in the interpreter, including device asserts."""
     # Without `debug` asserts are left out. It also checks for integer overflow, which our kernels allow.
     interpreter.interpreter_builder.options = InterpreterOptions(debug=True, sanitize_overflow=False)
+    interpreter.interpreter_builder.create_splat = _splat
     with triton.knobs.runtime.scope():
         # Import the compiled form of the prelude first, for later compilations in this process.
         triton.knobs.runtime.interpret = False
@@ -94,6 +95,11 @@ def _prelude() -> ModuleType:
     }
     vars(module).update(replacements)
     return module
+
+
+def _splat(type_: tl.block_type, scalar: TensorHandle) -> TensorHandle:
+    """Triton's own takes a comparison of two scalars for a number of their dtype."""
+    return TensorHandle(np.full(type_.shape, np.asarray(scalar.data).flat[0]), scalar.dtype.scalar)
 
 
 def _tensor(data: np.ndarray, dtype: Any, block: bool) -> tl.tensor:

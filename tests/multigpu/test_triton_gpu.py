@@ -82,6 +82,18 @@ def test_of_zeros_of_both_signs_a_scan_takes_the_last():
         assert torch.equal(found, expected)
 
 
+def test_subnormal_numbers_are_not_taken_for_zeros():
+    """As they are by libdevice's functions where Triton has its way."""
+
+    def functions(x: torch.Tensor) -> list[torch.Tensor]:
+        near = [x.sin(), x.tan(), x.asin(), x.atan(), x.sinh(), x.asinh(), x.atanh(), x.erf(), x.expm1(), x.log1p()]
+        return [*near, x.hypot(x), x.hypot(x) > 0, x.abs().log(), x.abs().sqrt(), torch.nextafter(x, -x)]
+
+    x = torch.tensor([1e-40, -1e-40, 3e-45, -3e-45, 1.1e-38], device="cuda").repeat(100)
+    for found, expected in zip(torch.compile(functions, backend="overlapc")(x), functions(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=3e-45)
+
+
 @pytest.mark.parametrize("width", [67, 131, 515])
 def test_what_a_mask_of_remainders_lets_through_is_read(width: int):
     """ptxas miscompiled masks with remainders by losing a constant (`runtime/triton_compile.py`)."""
