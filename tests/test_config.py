@@ -31,7 +31,7 @@ from overlapc.errors import ConfigError
         ("search_effort", "500", 500),
     ],
 )
-def test_values_are_read_as_what_they_are(option: str, written: Any, read: Any) -> None:
+def test_option_values_are_parsed_into_their_types(option: str, written: Any, read: Any) -> None:
     assert getattr(Config(**{option: written}), option) == read
 
 
@@ -63,7 +63,7 @@ def test_options_come_before_variables_and_these_before_the_mode(monkeypatch: py
     assert (config.dump, config.matmul, config.autotune) == (frozenset({"ir"}), "native", True)
 
 
-def test_a_misspelt_variable_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_variable_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLAPC_MEMORY_BUDGIT", "1GiB")
     with pytest.warns(UserWarning, match="no variable named 'OVERLAPC_MEMORY_BUDGIT'; nearest: OVERLAPC_MEMORY_BUDGET"):
         Config.of()
@@ -78,7 +78,7 @@ def test_a_misspelt_variable_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         {"autotune": True, "autotune_seconds": 60, "rank_timeout": 30},
     ],
 )
-def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
+def test_options_that_exclude_each_other_are_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Config(**options)
 
@@ -109,14 +109,14 @@ def test_every_option_says_what_it_is_for() -> None:
         ("passes", 3),
     ],
 )
-def test_a_number_without_end_or_beyond_all_sense_is_an_error_in_a_line(option: str, written: Any) -> None:
+def test_nan_infinite_and_absurd_values_are_an_error_of_one_line(option: str, written: Any) -> None:
     with pytest.raises(ConfigError) as error:
         Config(**{option: written})
     assert str(error.value).startswith(f"{option}: ")
     assert len(str(error.value)) < 300
 
 
-def test_a_config_is_open_to_variables_and_mode_where_it_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_takes_options_that_it_does_not_set_from_variables_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLAPC_MATMUL", "native")
     monkeypatch.setenv("OVERLAPC_DUMP", "fx")
     config = Config.of(Config(dump="ir"), mode="reduce-overhead")
@@ -126,7 +126,7 @@ def test_a_config_is_open_to_variables_and_mode_where_it_says_nothing(monkeypatc
     assert pickle.loads(pickle.dumps(config)).given == config.given
 
 
-def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, *_ in describe():
         monkeypatch.setenv(f"OVERLAPC_{name.upper()}", "")
     assert Config.of() == Config()
@@ -152,7 +152,7 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mode": "fast"}, "no mode named 'fast'; known: default, "),
     ],
 )
-def test_torch_compile_refuses_options_itself(given: dict[str, Any], message: str) -> None:
+def test_torch_compile_itself_refuses_unusable_options(given: dict[str, Any], message: str) -> None:
     """The error comes from torch.compile, not from the first call of the compiled function, 30 frames deep."""
     with pytest.raises(ConfigError) as error:
         torch.compile(torch.sin, backend="overlapc", **given)

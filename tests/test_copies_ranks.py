@@ -125,7 +125,7 @@ def parity(name: str, device: str = "cpu", steps: int = STEPS) -> dict[str, Any]
 # Copies send bf16 gradients rounded as eager rounds them. For gloo, kernels cast gradients to float32 and do not round
 # some of them to bf16 first, hence the larger tolerance.
 @pytest.mark.parametrize(("ranks", "policy", "most"), [(4, "bf16", 2e-2), (2, "fp32", 1e-5)])
-def test_ten_steps_of_fsdp_are_those_over_gloo_and_have_the_same_bits_with_random_delays(ranks, policy, most):
+def test_ten_fsdp_steps_match_gloo_and_have_the_same_bits_with_random_delays(ranks, policy, most):
     check_parity(values_on_ranks(parity, ranks, policy, timeout_s=300.0), most)
 
 
@@ -158,7 +158,7 @@ def out_of_memory(folder: str) -> tuple[str, str, Any]:
     return str(caught.value), why, result.tolist() == [1.5] * 4096
 
 
-def test_a_rank_without_memory_to_share_stops_all_with_its_name_or_leaves_all_to_the_library(tmp_path):
+def test_a_rank_without_shared_memory_fails_all_ranks_or_makes_all_use_the_library(tmp_path):
     told = values_on_ranks(out_of_memory, 2, str(tmp_path))
     assert told[0] == told[1]
     error, why, right = told[0]
@@ -222,7 +222,7 @@ def sums(device: str = "cpu") -> list[dict[str, float]]:
     return [*found, *errors]
 
 
-def test_sums_are_in_order_of_ranks_and_as_exact_as_a_float32_reduce_scatter():
+def test_sums_are_in_rank_order_and_as_exact_as_a_float32_reduce_scatter():
     check_sums(values_on_ranks(sums, 4, timeout_s=300.0))
 
 
@@ -274,7 +274,7 @@ def chosen(folder: str) -> list[tuple[list[tuple[str, str]], list[str], float]]:
     return found
 
 
-def test_copies_carry_what_they_are_predicted_to_carry_faster(tmp_path):
+def test_copies_are_used_where_they_are_predicted_to_be_faster(tmp_path):
     for quick, slow, unknown, fits, over, told, fx, cuda_graphs in values_on_ranks(chosen, 2, str(tmp_path)):
         assert quick == told == ([("all_to_all", "copy")], [], 1.5)
         assert slow == ([("reduce_scatter", "")], ["the group's library is faster for this size"], 1.5)
@@ -331,7 +331,7 @@ def after_a_failure(device: str = "cpu") -> dict[str, Any]:
     return {**found, "after": torch.compile(summed_beside, backend="overlapc", options=options)(*given).tolist()}
 
 
-def test_after_an_exception_in_flight_a_rank_is_told_and_compiles_again():
+def test_after_an_exception_in_flight_the_next_step_fails_and_a_new_compilation_works():
     check_failure(values_on_ranks(after_a_failure, 2))
 
 

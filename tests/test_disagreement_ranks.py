@@ -61,7 +61,7 @@ def step(activation: nn.Module, rows: int = 3, **options: object) -> None:
     compiled(torch.randn(rows, 8)).sum().backward()
 
 
-def test_another_graph_names_ranks_and_the_first_difference():
+def test_different_graphs_are_an_error_that_names_ranks_and_the_first_difference():
     outcomes = run_on_ranks(different_models, 2)
     for outcome in outcomes:
         assert outcome.error_type.endswith("RanksDisagree"), outcome
@@ -73,14 +73,14 @@ def test_another_graph_names_ranks_and_the_first_difference():
         assert "rank 1" in outcome.error
 
 
-def test_what_else_differs_is_named():
+def test_differing_variables_and_specialized_sizes_are_named():
     for outcome in run_on_ranks(different_variables_and_batches, 2):
         assert outcome.error_type.endswith("RanksDisagree"), outcome
         assert "variable TORCH_NOTED_BY_A_TEST: not set on rank 0, 2 on rank 1" in outcome.error
         assert "for which torch specializes the graph: not set on rank 0, [1, 8] on rank 1" in outcome.error
 
 
-def test_a_rank_that_never_compiles_is_named_within_the_timeout():
+def test_a_rank_that_never_compiles_is_named_after_the_timeout():
     outcomes = run_on_ranks(one_never_compiles, 2)
     assert outcomes[0].error_type.endswith("RanksDisagree"), outcomes[0]
     assert "rank 1" in outcomes[0].error

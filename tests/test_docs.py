@@ -37,7 +37,7 @@ def exists(path: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_files_that_a_page_names_are_there(page: Path) -> None:
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
     named = {
         (line, path)
         for line, text in quoted(page)
@@ -60,7 +60,7 @@ def owners() -> dict[str, str]:
     return found
 
 
-def test_the_definitions_that_a_page_names_are_there() -> None:
+def test_the_definitions_that_a_page_names_exist() -> None:
     known = owners()
     missing = [
         f"{page.name}:{line}: {text}"
@@ -80,7 +80,7 @@ def test_the_variables_that_a_page_names_are_read() -> None:
     assert not [each for each in sorted(named) if each[1] not in known]
 
 
-def test_every_system_has_its_row_and_what_works_names_what_shows_it() -> None:
+def test_every_system_has_a_row_and_those_that_work_name_their_tests() -> None:
     page = (ROOT / "docs" / "COVERAGE.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([SB]\d+) \| ([^|]+) \| ([^|]+) \| (.*) \| ([^|]*) \|$", page, re.MULTILINE)
     assert [row[0] for row in rows] == SYSTEMS

@@ -77,7 +77,7 @@ def ranks() -> list[Any]:
     return values_on_ranks(plans_of_a_rank, 2)
 
 
-def test_one_plan_for_batches_of_different_sizes(ranks):
+def test_ranks_with_batches_of_different_sizes_have_one_plan(ranks):
     first, second = (rank["batches"] for rank in ranks)
     for rank in (first, second):
         assert max(rank["errors"]) < 1e-4
@@ -86,7 +86,7 @@ def test_one_plan_for_batches_of_different_sizes(ranks):
     assert first["step_ns"] == second["step_ns"]
 
 
-def test_one_order_where_one_rank_holds_most_and_meets_the_memory_limit_later(ranks):
+def test_ranks_whose_shards_differ_in_size_have_one_order(ranks):
     first, second = (rank["shards"] for rank in ranks)
     assert all(first)
     assert first == second

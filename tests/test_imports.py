@@ -52,7 +52,7 @@ def later(): import torch._inductor
 
 
 @pytest.mark.parametrize("forbidden", ["torch._inductor", *LINKED])
-def test_nothing_imports(forbidden: str) -> None:
+def test_no_module_imports_a_forbidden_package(forbidden: str) -> None:
     assert len(SOURCES) > 10
     found = {
         f"{path.relative_to(ROOT)}:{line} imports {name}"
@@ -88,7 +88,7 @@ assert not twice, twice
     assert done.returncode == 0, done.stderr
 
 
-def test_no_two_copies_live_in_this_test_process() -> None:
+def test_no_package_is_imported_twice_in_this_process() -> None:
     bare = sorted(name for name in sys.modules if name.split(".")[0] in LINKED)
     assert not bare
 
@@ -101,7 +101,7 @@ def test_the_guard_catches_inductor() -> None:
 
 
 @pytest.mark.parametrize(("module", "owner", "name"), ENTRANCES)
-def test_every_entrance_of_inductor_is_shut(module: str, owner: str | None, name: str) -> None:
+def test_every_entry_point_of_inductor_raises(module: str, owner: str | None, name: str) -> None:
     with no_inductor():
         holder = sys.modules[module] if owner is None else getattr(sys.modules[module], owner)
         with pytest.raises(InductorUsed, match=name):

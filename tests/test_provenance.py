@@ -32,7 +32,7 @@ class Model(nn.Module):
         return self.norm(x + mixed).square().mean()
 
 
-def test_nodes_made_late_have_a_line_too():
+def test_nodes_that_the_compiler_added_have_a_source_line():
     record.clear()
     step = torch.compile(Model(), backend="overlapc", options={"native": False, "warm_start": False})
     step(torch.randint(9, (2, 3, 5))).backward()
@@ -59,7 +59,7 @@ def test_nodes_made_late_have_a_line_too():
         ("", ""),
     ],
 )
-def test_the_line_is_the_users_innermost(trace: str, source: str):
+def test_the_source_line_is_the_innermost_frame_of_the_user(trace: str, source: str):
     graph = fx.Graph()
     node = graph.placeholder("x")
     node.meta["stack_trace"] = trace

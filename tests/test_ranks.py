@@ -36,13 +36,13 @@ def one_hangs(folder: str) -> None:
         time.sleep(600)
 
 
-def test_values_come_by_rank():
+def test_values_are_returned_in_rank_order():
     values = values_on_ranks(summed, 2, 1.5)
     assert [total for _, total in values] == [4.5, 4.5]
     assert len({pid for pid, _ in values} | {os.getpid()}) == 3
 
 
-def test_what_one_rank_raises_is_its_outcome_or_the_failure_of_the_test():
+def test_an_exception_of_a_rank_is_its_outcome_or_fails_the_test():
     first, second = run_on_ranks(one_raises, 2)
     assert (first.error_type, second.error_type, second.error) == ("", "ValueError", "rank 1 cannot")
     with pytest.raises(LaunchFailed, match=r"(?s)--- rank 1\n.*in one_raises\n.*ValueError: rank 1 cannot"):
@@ -54,7 +54,7 @@ def test_a_rank_that_dies_is_named():
         run_on_ranks(one_dies, 2)
 
 
-def test_a_rank_that_hangs_ends_in_time_and_says_where_it_hung(tmp_path: Path):
+def test_a_rank_that_hangs_is_ended_and_its_stack_is_shown(tmp_path: Path):
     began = time.monotonic()
     values_on_ranks(summed, 2, 1.0)
     timeout_s = 2 + 4 * (time.monotonic() - began)  # enough for ranks to start, on however busy a machine

@@ -65,11 +65,11 @@ def test_a_llama_step_equals_eager_without_any_part_of_inductor():
 
 
 @pytest.mark.parametrize("options", [{"fusion": False}, {"native": False}, {"passes": "none"}, {"dump": "none"}])
-def test_every_way_to_switch_parts_off_gives_the_same_numbers(options):
+def test_switching_off_parts_gives_the_same_numbers(options):
     same_step(Net(), torch.randn(3, 24), **options)
 
 
-def test_nothing_generated_means_every_op_is_a_counted_call():
+def test_without_generated_kernels_every_op_is_a_counted_call():
     same_step(Net(), torch.randn(3, 24), native=False)
     assert counted("kernels") == 0
     assert counted("fallbacks") > 0
@@ -113,20 +113,20 @@ def test_options_come_from_a_dict_a_config_or_variables(monkeypatch):
         ({"profile": "h300"}, "no device profile named 'h300'"),
     ],
 )
-def test_unusable_options_are_an_error_of_ours_that_says_which(options, message):
+def test_unusable_options_are_a_config_error_that_names_the_option(options, message):
     with pytest.raises(overlapc.ConfigError) as caught:
         torch.compile(torch.sin, backend="overlapc", options=options)(torch.randn(4))
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_a_variable_that_is_misspelt_is_warned_of(monkeypatch):
+def test_a_misspelt_variable_is_warned_about(monkeypatch):
     monkeypatch.setenv("OVERLAPC_MEMORY_BUDGT", "1GiB")
     with pytest.warns(UserWarning, match="no variable named 'OVERLAPC_MEMORY_BUDGT'; nearest: OVERLAPC_MEMORY_BUDGET"):
         overlapc.Config.of()
 
 
-def test_the_modes_of_torch_are_options():
+def test_modes_of_torch_compile_set_options():
     assert overlapc.Config.of(mode="reduce-overhead") == overlapc.Config.of({"cuda_graphs": True})
     assert overlapc.Config.of({"matmul": "native"}, mode="max-autotune").matmul == "native"
     x = torch.randn(64, 24)
@@ -142,7 +142,7 @@ def test_a_budget_that_nothing_fits_is_an_error_before_any_kernel_is_compiled():
     assert counted("kernel_compiles") == 0
 
 
-def test_a_budget_leaves_backward_what_forward_alone_was_given():
+def test_a_budget_counts_inputs_of_forward_against_backward():
     x, frozen = torch.randn(2**18, requires_grad=True), torch.randn(2**20)  # 1 and 4 MiB
     for budget in ("5.5MiB", "6.5MiB"):
         torch._dynamo.reset()

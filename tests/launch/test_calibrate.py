@@ -20,7 +20,7 @@ from overlapc.schedule.text import parse
 from tests.ranks import values_on_ranks
 
 
-def test_a_whole_calibration(tmp_path):
+def test_calibration_writes_a_profile_that_loads(tmp_path):
     out = tmp_path / "here.json"
     done = subprocess.run(
         [sys.executable, "-m", "overlapc.launch.cli", "calibrate", "--quick", "--device", "cpu", "--name", "here",
@@ -71,12 +71,12 @@ def test_generated_kernels_move_what_they_must(name):
     assert moved == pytest.approx(tensors * x.nbytes, rel=0.3)
 
 
-def test_the_chain_has_a_launch_for_each_op():
+def test_a_chain_without_fusion_has_a_launch_for_each_op():
     _, _, launches = compile_alone(calibrate_host._sines, (torch.ones(16),), fusion=False)
     assert launches == calibrate_host._CHAIN
 
 
-def test_kernels_between_which_gaps_are_measured_are_different_ones():
+def test_the_kernels_between_which_gaps_are_measured_are_different_kernels():
     compiled, _, launches = compile_alone(calibrate_kernels.unlike, (torch.ones(16),), fusion=False)
     assert launches == len(calibrate_kernels.UNLIKE) == len(set(calibrate_kernels.UNLIKE))
     (graph,) = record.report_of_process().steps[0].graphs[-1:]
@@ -89,7 +89,7 @@ def host_costs_here():
     return asdict(host_costs(clock, device, kernel_launch_ns(clock, device)))
 
 
-def test_what_graphs_cost_the_host_is_measured_by_kind():
+def test_host_costs_are_measured_by_kind_of_node():
     """Over gloo, which blocks in each collective, so a collective costs much more host time than a kernel."""
     for costs in values_on_ranks(host_costs_here, 2, timeout_s=120):
         assert costs["kernel"] > 0
@@ -98,13 +98,13 @@ def test_what_graphs_cost_the_host_is_measured_by_kind():
         assert costs["argument"] > 0  # DTensor arguments are unwrapped, and their gradients wrapped
 
 
-def test_what_a_gpu_profile_adds_is_marked_as_not_measured():
+def test_quantities_that_are_derived_are_marked_as_not_measured():
     said = derived(CalibrateConfig(4, "cuda", ranks_per_host=8))({"flops_per_s.bf16": 7e14, "flops_per_s.fp32": 5e13})
     assert said["ranks_per_host"] == (8, "given")
     assert all("not measured" in said[key][1] for key in ("flops_per_s.fp16", "flops_per_s.tf32", "network_link"))
 
 
-def test_what_cannot_be_measured_here():
+def test_unknown_or_missing_devices_are_an_error():
     with pytest.raises(ConfigError, match="cpu or cuda"):
         CalibrateConfig(2, "tpu").check()
     if not torch.cuda.is_available():

@@ -79,13 +79,13 @@ def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
     assert message in error
 
 
-def test_without_a_command_its_help_is_shown(command):
+def test_without_a_subcommand_help_is_shown(command):
     code, out, error = command()
     assert (code, error) == (2, "")
     assert "\n  report  " in out
 
 
-def test_no_compiler(command, monkeypatch):
+def test_a_missing_compiler_is_an_error_before_ranks_start(command, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     code, _, error = command("demo")
     assert (code, error.count("\n")) == (2, 1)
@@ -93,20 +93,20 @@ def test_no_compiler(command, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0+cpu"])
-def test_torch_out_of_range(command, monkeypatch, version):
+def test_an_unsupported_torch_is_an_error_before_ranks_start(command, monkeypatch, version):
     monkeypatch.setattr("torch.__version__", version)
     code, _, error = command("demo")
     assert (code, error.count("\n")) == (2, 1)
     assert f"torch {version} is not supported: overlapc needs torch>=2.11,<2.14" in error
 
 
-def test_an_unwritable_output_folder(command, tmp_path):
+def test_an_unwritable_output_folder_is_an_error(command, tmp_path):
     (tmp_path / "file").touch()
     code, _, error = command("demo", "--out", "file/run")
     assert (code, error) == (2, "overlapc: cannot write to folder file/run: Not a directory\n")
 
 
-def test_a_variable_that_cannot_be_used_is_found_before_ranks_start(command, monkeypatch):
+def test_an_unusable_variable_is_an_error_before_ranks_start(command, monkeypatch):
     monkeypatch.setenv("OVERLAPC_RANK_TIMEOUT", "soon")
     code, _, error = command("demo")
     assert (code, error) == (2, "overlapc: OVERLAPC_RANK_TIMEOUT: 'soon' is not a number of seconds\n")
@@ -120,14 +120,14 @@ def test_options_lists_every_knob_with_its_variable(command):
         assert variable in out
 
 
-def test_version_names_what_it_builds_on(command):
+def test_version_lists_the_software_that_overlapc_uses(command):
     code, out, _ = command("version")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["overlapc", "torch", "triton", "sympy", "python", "C++"]
 
 
 @pytest.mark.parametrize("name", ["demo", "run", "report", "plan"])
-def test_help_gives_one_command_to_copy(command, name):
+def test_help_shows_an_example_command(command, name):
     code, out, _ = command(name, "--help")
     assert code == 0
     assert f"example: overlapc {name}" in " ".join(out.split())
@@ -161,7 +161,7 @@ def test_plan_without_passes_leaves_the_order(command, tmp_path):
     assert "0.360 ms -> 0.360 ms" in out
 
 
-def test_plan_keeps_to_the_memory_it_is_given(command, tmp_path):
+def test_plan_stays_within_the_given_memory(command, tmp_path):
     (tmp_path / "step.txt").write_text(SCHEDULE)
     code, out, _ = command("plan", "step.txt", "-o", "peak_increase=0")
     assert code == 0
@@ -172,7 +172,7 @@ def test_plan_keeps_to_the_memory_it_is_given(command, tmp_path):
     assert "memory_budget leaves 1MiB" in error
 
 
-def test_plan_estimates_with_a_profile_and_says_who_did(command, tmp_path):
+def test_plan_estimates_with_a_profile_and_names_it(command, tmp_path):
     bare = SCHEDULE.replace("100us [table x]", "").replace("80us [roofline]", "")
     (tmp_path / "step.txt").write_text(bare)
     _, out, _ = command("plan", "step.txt")

@@ -87,6 +87,6 @@ def test_the_comparison_leaves_compilation_out_of_the_step_time():
         (DemoConfig(nproc=4, hsdp=2), True, 2, "eager FSDP2"),
     ],
 )
-def test_what_is_sharded_over_what(cfg, sharded, shards, reference):
+def test_the_demo_shards_over_the_ranks_that_tp_and_hsdp_leave(cfg, sharded, shards, reference):
     cfg.check()
     assert (cfg.sharded, cfg.shards, cfg.reference) == (sharded, shards, reference)

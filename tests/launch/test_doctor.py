@@ -10,7 +10,7 @@ from overlapc.launch import doctor
 from overlapc.launch.cli import main
 
 
-def test_the_command_looks_at_all_of_it(capsys):
+def test_the_command_reports_every_part_of_the_machine(capsys):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     for what in ("torch", "C++ compiler", "devices" if not torch.cuda.is_available() else "GPU 0", "cache", "profile"):
@@ -30,7 +30,7 @@ def test_a_machine_that_is_far_from_its_profile_should_be_calibrated():
     assert "not in the profile" in copy.found
 
 
-def test_a_cache_that_would_not_be_used_says_why(tmp_path):
+def test_a_cache_folder_that_would_be_refused_is_reported_with_the_reason(tmp_path):
     config = Config.of({"cache_dir": str(tmp_path / "kernels")})
     assert doctor.cache(config).found.endswith("not created yet")
     (tmp_path / "kernels").mkdir(mode=0o700)
@@ -40,7 +40,7 @@ def test_a_cache_that_would_not_be_used_says_why(tmp_path):
     assert "everyone may write to it" in doctor.cache(config).hint
 
 
-def test_a_compiler_that_is_missing_is_said(monkeypatch):
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     finding = doctor.compiler(torch.device("cpu"))
     assert finding.found == "none"

@@ -25,7 +25,7 @@ def names() -> dict[str, Any]:
     return made
 
 
-def test_its_pass_runs_by_name(names):
+def test_the_documented_pass_runs_by_name(names):
     torch._dynamo.reset()
     x = torch.ones(2, 4)
     torch.compile(torch.sin, backend="overlapc", options=names["by_name"])(x)
@@ -33,7 +33,7 @@ def test_its_pass_runs_by_name(names):
     assert passes == ["bucket", "lazy_waits"]
 
 
-def test_its_op_is_lowered_and_fused(names):
+def test_the_documented_op_is_lowered_and_fused(names):
     torch._dynamo.reset()
     before = counted("kernels"), counted("fallbacks")
     torch.testing.assert_close(names["compiled"](torch.ones(5)), torch.full((5,), 2.0).sin())

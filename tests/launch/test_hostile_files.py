@@ -59,11 +59,11 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
         (f"{'x' * 5000} = kernel(b); a = kernel(b) node={'x' * 5000}", "a second node named xxx"),
     ],
 )
-def test_a_schedule_is_refused(said: Said, statement: str | bytes, message: str) -> None:
+def test_a_malformed_schedule_is_refused(said: Said, statement: str | bytes, message: str) -> None:
     assert message in said(statement, "plan", "x")
 
 
-def test_a_record_in_the_place_of_a_schedule_is_named(said: Said) -> None:
+def test_a_record_given_as_a_schedule_is_recognized(said: Said) -> None:
     told = said(None, "plan", "record.json")
     assert "it contains JSON; for a record, run overlapc report FILE --save schedule.txt" in told
 
@@ -101,7 +101,7 @@ GRAPH = ("steps", 0, "graphs", 0)
     ],
 )
 @pytest.mark.parametrize("command", [("report", "x"), ("calibrate", "--from", "x")])
-def test_a_record_is_refused(said: Said, command: tuple[str, ...], content: str | bytes) -> None:
+def test_a_malformed_record_is_refused(said: Said, command: tuple[str, ...], content: str | bytes) -> None:
     assert "x is not " in said(content, *command)
 
 
@@ -128,7 +128,7 @@ QUANTITIES = ("quantities", "memory_bytes_per_s")
         changed(PROFILE, "name", to=None),
     ],
 )
-def test_a_profile_is_refused(said: Said, content: str | bytes, tmp_path: Path) -> None:
+def test_a_malformed_profile_is_refused(said: Said, content: str | bytes, tmp_path: Path) -> None:
     said(content, "report", "x")
     (tmp_path / "x").rename(tmp_path / "x.json")
     assert "x.json" in said(None, "plan", "schedule.txt", "--profile", "x.json")
@@ -153,21 +153,21 @@ WRONG: list[dict[str, object]] = [{"ts": "x"}, {"dur": -1}, {"name": 3}, {"args"
         ),
     ],
 )
-def test_a_trace_is_refused(said: Said, content: str | bytes) -> None:
+def test_a_malformed_trace_is_refused(said: Said, content: str | bytes) -> None:
     assert "x" in said(content, "report", "record.json", "--profile", "x")
     said(content, "plan", "schedule.txt", "-o", "estimates=x")
 
 
-def test_what_estimates_names_must_be_there(said: Said) -> None:
+def test_a_missing_file_of_estimates_is_an_error(said: Said) -> None:
     assert "estimates: cannot read" in said(None, "plan", "schedule.txt", "-o", "estimates=nowhere.json")
 
 
 @pytest.mark.parametrize("mesh", ["dp=1000000000", "dp=" + "9" * 5000, "dp=100000,tp=100000", "dp=2,dp=2", "dp=-1"])
-def test_a_mesh_has_bounds(said: Said, mesh: str) -> None:
+def test_an_absurd_mesh_is_refused(said: Said, mesh: str) -> None:
     said(None, "plan", "--model", "tiny", "--mesh", mesh)
 
 
-def test_a_file_without_end_is_not_read_to_its_end() -> None:
+def test_an_endless_file_is_read_only_up_to_the_limit() -> None:
     with pytest.raises(ConfigError, match="longer than 1 MiB"):
         read_text("/dev/zero", 2**20)
 

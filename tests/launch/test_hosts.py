@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-def test_two_launchers_meet_and_start_again_together(tmp_path):
+def test_two_launchers_rendezvous_and_restart_together(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [
@@ -71,11 +71,11 @@ def test_two_launchers_meet_and_start_again_together(tmp_path):
         ("0", "", "--nnodes 0: a number of hosts"),
     ],
 )
-def test_hosts_that_cannot_meet(nnodes: str, endpoint: str, message: str):
+def test_unusable_numbers_of_hosts_are_an_error(nnodes: str, endpoint: str, message: str):
     with pytest.raises(ConfigError, match=message):
         _ = Rendezvous(nnodes, endpoint).nodes
 
 
-def test_a_range_of_hosts():
+def test_a_range_of_hosts_is_parsed():
     assert Rendezvous("2:4", "a:1").nodes == (2, 4)
     assert Rendezvous().nodes == (1, 1)

@@ -88,7 +88,7 @@ def test_a_plain_version_that_brings_no_cuda_is_found_too():
     assert choose(Offers(answers, "Available versions: 2.13.1, 2.13.0, 2.12.1"))[0] == "2.12.1"
 
 
-def test_no_cpu_build_anywhere_says_so_in_one_line_and_goes_on():
+def test_without_a_cpu_build_the_installer_notes_that_and_continues():
     version, note = choose(Offers({install.TORCH_RANGE: CUDA, "torch==2.13.0": CUDA}, "Available versions: 2.13.0"))
     assert version == "2.13.1"
     assert "no CPU build" in note
@@ -101,7 +101,7 @@ def test_a_cuda_local_version_counts_as_cuda_even_if_it_brings_no_packages():
     assert install.cuda_packages(CPU) == []
 
 
-def test_nothing_in_range_is_an_error():
+def test_no_version_in_range_is_an_error():
     with pytest.raises(install.CannotInstall, match=r"pip finds no torch>=2.11"):
         choose(Offers({}))
 

@@ -17,7 +17,7 @@ def model():
     return made
 
 
-def test_the_8b_shape():
+def test_the_8b_model_has_the_sizes_of_llama_8b():
     with torch.device("meta"):
         model = Llama(LlamaConfig.llama_8b(layers=1, max_seq=8))
     per_layer = sum(parameter.numel() for parameter in model.layers[0].parameters())
@@ -31,7 +31,7 @@ def test_the_demo_has_a_few_million_parameters():
     assert 2e6 < sum(parameter.numel() for parameter in model.parameters()) < 8e6
 
 
-def test_an_untrained_model_knows_nothing(model):
+def test_an_untrained_model_predicts_uniformly(model):
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
     loss = model(tokens, tokens)
     assert loss.shape == ()
@@ -59,7 +59,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
 
 
 @pytest.mark.parametrize(("change", "message"), [({"heads": 3}, "dim 32"), ({"kv_heads": 3}, "4 heads cannot share 3")])
-def test_shapes_that_do_not_fit(change, message):
+def test_sizes_that_do_not_divide_are_an_error(change, message):
     with pytest.raises(ConfigError, match=message):
         LlamaConfig(**{"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn": 64} | change)
 
@@ -78,7 +78,7 @@ def test_parts_of_a_batch_are_the_rows_of_the_whole():
         assert torch.equal(targets[:, :-1], tokens[:, 1:])
 
 
-def test_the_text_is_pythons_own():
+def test_the_corpus_is_python_source():
     assert len(corpus.read(100_000)) == 100_000
     assert corpus.read(100_000).startswith(corpus.read(1_000))
     assert b"def " in corpus.read(100_000)

@@ -35,7 +35,7 @@ def gathered_bytes(report):
     )
 
 
-def test_a_thousand_ranks_in_seconds():
+def test_a_thousand_ranks_are_planned_in_seconds():
     small = planned("dp=8")
     began = time.process_time()
     large = planned("dp=8,replicate=128", 1024)
@@ -58,7 +58,7 @@ def test_tensor_parallel_ranks_hold_less():
     assert max(g.peak_bytes for g in two.steps[0].graphs) < max(g.peak_bytes for g in one.steps[0].graphs)
 
 
-def test_gradients_are_averaged_as_the_machine_planned_for_does():
+def test_gradients_are_averaged_by_nccl_or_by_a_kernel_as_on_the_planned_machine():
     """NCCL averages within a reduce-scatter, so on GPUs no kernel divides afterwards; over gloo a kernel divides."""
 
     def divided(report):
@@ -74,7 +74,7 @@ def texts(report):
     return [re.sub(r"_\d+\n", "\n", graph.schedule, count=1) for graph in report.steps[0].graphs]
 
 
-def test_many_layers_follow_from_few_to_the_letter(monkeypatch):
+def test_schedules_of_many_layers_are_extrapolated_exactly(monkeypatch):
     layers = sum(FEW) + 1
     whole = planned("dp=2", layers=layers, whole=True, **FEW_PASSES)
     traced = []
@@ -83,7 +83,7 @@ def test_many_layers_follow_from_few_to_the_letter(monkeypatch):
     assert traced == list(FEW)
 
 
-def test_layers_that_do_not_follow_are_all_traced_and_said(monkeypatch):
+def test_layers_that_cannot_be_extrapolated_are_all_traced_with_a_warning(monkeypatch):
     monkeypatch.setattr(plan_model_module, "FEW", (1, 2, 3))  # with one layer, it is both the first and the last
     with pytest.warns(UserWarning, match=r"all 7 layers are traced.*extrapolated from models of 1, 2, 3 layers"):
         report = planned("dp=2", layers=7, **FEW_PASSES)
@@ -100,7 +100,7 @@ def test_layers_that_do_not_follow_are_all_traced_and_said(monkeypatch):
         ("replicate=2,tp=2", 0, (2, 1, 2)),
     ],
 )
-def test_meshes(mesh, world_size, axes):
+def test_a_mesh_is_parsed_and_filled_up_to_the_world_size(mesh, world_size, axes):
     assert tuple(parse_mesh(mesh, world_size).values()) == axes
 
 
@@ -115,12 +115,12 @@ def test_meshes(mesh, world_size, axes):
         ("dp=4,tp=2", 16, "has 8 ranks, --world-size says 16"),
     ],
 )
-def test_meshes_that_are_none(mesh, world_size, message):
+def test_an_unusable_mesh_is_an_error(mesh, world_size, message):
     with pytest.raises(ConfigError, match=message):
         parse_mesh(mesh, world_size)
 
 
-def test_models_and_shapes_that_do_not_fit():
+def test_unknown_models_and_sizes_that_do_not_divide_are_an_error():
     with pytest.raises(ConfigError, match="nearest: llama-8b"):
         PlanConfig.of("llama-8", "dp=2", 0, 64, 1, 0, "bf16", True)
     with pytest.raises(ConfigError, match="does not divide"):
@@ -150,6 +150,6 @@ def test_saved_schedules_read_back_to_the_same_figures(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ['machine {"graphs": 3}', "step {]}", 'step {"calls": {"forward_0": -1}}'])
-def test_what_a_schedule_file_says_of_its_machine_is_looked_at(what):
+def test_malformed_machine_and_step_lines_of_a_schedule_file_are_an_error(what):
     with pytest.raises(ConfigError, match=f"the line `# {what.split()[0]}` after the schedules is malformed"):
         plan_text(f"schedule s\nx = kernel() : 4B 1us\n# {what}\n", Config())

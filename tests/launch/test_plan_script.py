@@ -131,7 +131,7 @@ def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys
     assert add(torch.ones(1)).item() == 3  # nor does Dynamo see patches
 
 
-def test_a_step_calls_what_the_script_calls_until_it_steps(script):
+def test_a_step_consists_of_the_calls_before_the_first_optimizer_step(script):
     report, assumed = plan_script(
         script("first = [1, 2][torch.randint(2, (1,), device=device)]"), ["3"], 8, 8, Config.of(H200)
     )
@@ -144,7 +144,7 @@ def test_a_step_calls_what_the_script_calls_until_it_steps(script):
 
 
 @pytest.mark.parametrize("compiled", ["step = torch.compile(model)", "model.compile(); step = model"])
-def test_fsdp2_as_it_stands_is_planned_as_if_adopted(script, compiled):
+def test_fsdp2_without_adoption_is_planned_as_if_adopted(script, compiled):
     path = script()
     theirs = path.read_text().replace("overlapc.fully_shard", "fully_shard").replace("import overlapc", FSDP2)
     path.write_text(theirs.replace('step = torch.compile(model, backend="inductor")', compiled))
@@ -164,7 +164,7 @@ def test_fsdp2_as_it_stands_is_planned_as_if_adopted(script, compiled):
          {"SGD": 0.5, "Adagrad": 0.5}, 3 + 2 * 0.5),
     ],
 )  # fmt: skip
-def test_the_state_of_optimizers_is_in_the_peak(tmp_path, optimizers, state, update_numbers):
+def test_the_state_of_optimizers_counts_in_the_peak(tmp_path, optimizers, state, update_numbers):
     path = tmp_path / "train.py"
     path.write_text(STATE.replace("{optimizers}", optimizers))
     report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
@@ -216,7 +216,7 @@ def test_blocks_that_are_compiled_one_by_one_within_fsdp2_are_planned_as_one_gra
     assert {row.op for row in rows} == {"all_gather", "reduce_scatter"}
 
 
-def test_an_optimizer_that_computes_the_loss_itself_does_so_once(tmp_path):
+def test_an_optimizer_calls_its_closure_once(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(CLOSURE)
     report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
@@ -234,7 +234,7 @@ def test_an_optimizer_that_computes_the_loss_itself_does_so_once(tmp_path):
         ("sys.exit(3)", "ended with 3 before its first optimizer stepped"),
     ],
 )
-def test_what_stops_a_script_is_named_with_its_line(script, more, says):
+def test_an_error_in_a_script_is_named_with_its_line(script, more, says):
     with pytest.raises(ConfigError, match=says):
         plan_script(script(more), ["0" if "exit" in more else "1"], 8, 8, Config.of(H200))
     assert not dist.is_initialized()
@@ -280,7 +280,7 @@ torch.optim.SGD(model.parameters()).step()
 """
 
 
-def test_modules_of_a_script_are_those_of_its_plan(tmp_path):
+def test_modules_beside_a_script_are_imported_anew_for_each_plan(tmp_path):
     """A module beside the script imports functions of torch by name and stores the number of ranks."""
     (tmp_path / "ranks_of_this.py").write_text(
         "from torch.distributed import get_world_size, init_process_group\n"
@@ -294,7 +294,7 @@ def test_modules_of_a_script_are_those_of_its_plan(tmp_path):
     assert "ranks_of_this" not in sys.modules
 
 
-def test_a_model_that_a_trainer_compiles_again_once_it_is_sharded_is_planned_in_a_sweep(tmp_path, monkeypatch):
+def test_a_model_that_is_compiled_again_after_sharding_is_planned_in_a_sweep(tmp_path, monkeypatch):
     """As with Lightning Fabric, which replaces torch.compile by its own function when it is first imported."""
     path = tmp_path / "train.py"
     path.write_text(FABRIC)
@@ -307,7 +307,7 @@ def test_a_model_that_a_trainer_compiles_again_once_it_is_sharded_is_planned_in_
         assert {(row.op, row.ranks) for row in rows} == {("all_gather", ranks), ("reduce_scatter", ranks)}
 
 
-def test_each_script_of_a_process_has_its_own_globals(tmp_path):
+def test_each_plan_of_a_script_has_its_own_globals(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(WIDTHS)
     for width in ("8", "16"):
@@ -338,7 +338,7 @@ main()
 """
 
 
-def test_a_batch_that_is_cut_out_of_data_at_random_places_has_its_size(tmp_path):
+def test_a_batch_cut_out_of_data_at_random_indices_has_its_size(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(CUT_DATA.replace("{more}", ""))
     report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
@@ -357,7 +357,7 @@ def test_a_script_that_compiles_nothing_says_so(script):
         plan_script(script(), ["0"], 8, 8, Config.of(H200))
 
 
-def test_hardware_is_stated_and_looked_at(tmp_path):
+def test_hardware_options_change_the_profile_and_are_validated(tmp_path):
     _, profile = hardware("h200-nvlink", 4, "50GB/s", tmp_path)
     assert (profile.ranks_per_host, profile.network_link.bytes_per_s) == (4, 50e9)
     with pytest.raises(ConfigError, match="network like 400Gb/s or 50GB/s"):
@@ -372,7 +372,7 @@ NOT_OURS = {
 
 
 @pytest.mark.parametrize("name", NOT_OURS)
-def test_scripts_as_other_people_write_them_are_planned_whole(name):
+def test_typical_training_scripts_are_planned_without_graph_breaks(name):
     if name == "huggingface.py":
         pytest.importorskip("transformers", reason="needs transformers")
     path = ROOT / "tests" / "launch" / "scripts" / name

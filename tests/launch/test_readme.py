@@ -24,7 +24,7 @@ def test_the_options_table_is_the_configuration():
         assert rows[name] == f"| `{variable}` | {shown} | {meaning} |"
 
 
-def test_the_options_that_readme_sets_are_there_and_take_these_values():
+def test_the_options_that_readme_sets_exist_and_accept_these_values():
     shown = re.findall(r"`([a-z_]+)=([\w.]+)`", README[README.index("The most used options") :])
     ours = [each for each in shown if each[0] not in ("check_nan", "reshard_after_forward", "profile")]
     assert len(ours) >= 8
@@ -72,7 +72,7 @@ def test_every_example_is_listed():
     assert sorted(shown) == sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "common")
 
 
-def test_links_lead_somewhere():
+def test_links_lead_to_existing_files_and_sections():
     for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
         path, _, section = target.partition("#")
         page = ROOT / (path or "README.md")
@@ -96,7 +96,7 @@ def commands(pattern: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def test_the_options_that_pages_give_to_commands_are_there():
+def test_the_command_options_that_pages_show_exist():
     shown = commands(r"`[^`\n]+`")
     assert len(shown) > 30
     for page, (name, *words) in shown:
@@ -108,14 +108,14 @@ def test_the_options_that_pages_give_to_commands_are_there():
         assert {word for word in own if word.startswith("-")} <= known, f"{page}: overlapc {name} {' '.join(words)}"
 
 
-def test_the_commands_of_code_blocks_can_be_given():
+def test_the_commands_in_code_blocks_parse():
     shown = commands(r"^overlapc .+$")
     assert len(shown) > 10
     for _, (name, *words) in shown:
         GROUP.commands[name].make_context(name, words)  # raises UsageError for unknown arguments
 
 
-def test_the_options_that_pages_give_to_benchmarks_are_there():
+def test_the_benchmark_options_that_pages_show_exist():
     shown = [
         (page.name, *found)
         for page in PAGES

@@ -195,7 +195,7 @@ def test_the_others_do_not_wait_for_a_rank_that_ended_before_its_first_compilati
     assert done.returncode == 1
 
 
-def test_a_rank_that_the_launcher_has_collected_before_anyone_looked_is_the_first(tmp_path):
+def test_a_rank_whose_exit_code_the_launcher_has_collected_is_the_first(tmp_path):
     alive = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -214,7 +214,7 @@ def test_a_rank_that_the_launcher_has_collected_before_anyone_looked_is_the_firs
     assert [(each.rank, each.exit_code) for each in found] == [(1, -signal.SIGKILL)]  # the launcher ended rank 0
 
 
-def test_a_rank_that_started_and_died_while_nobody_looked_is_the_first(tmp_path, monkeypatch):
+def test_a_rank_that_started_and_died_unwatched_is_the_first(tmp_path, monkeypatch):
     """The launcher has collected its exit code, and ends the other rank before the watch sees that it had started."""
     for rank in (0, 1):
         (tmp_path / f"rank{rank}").mkdir()
@@ -245,7 +245,7 @@ def test_a_rank_that_started_and_died_while_nobody_looked_is_the_first(tmp_path,
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_behind(script, temporary, how):
+def test_no_process_is_left_behind(script, temporary, how):
     """After Ctrl-C, and also when the launcher is killed outright."""
     full = command(script, str(script.parent), "sleep")
     process = subprocess.Popen(full, stderr=subprocess.PIPE, text=True)
@@ -290,7 +290,7 @@ def test_the_first_error_by_time_is_the_one_shown(tmp_path):
     assert str(failed) == "rank 1: ValueError: bad\nTraceback of 1"
 
 
-def test_our_error_is_found_behind_dynamos():
+def test_our_error_is_found_inside_dynamos_error():
     class BackendCompilerFailed(Exception):
         inner_exception = CompileError("no lowering")
 
@@ -312,13 +312,13 @@ def test_an_error_of_ours_that_was_handled_does_not_hide_a_later_one():
         (2, {"tp": 0}, "--tp 0: a mesh axis has at least 1 rank"),
     ],
 )
-def test_worlds_that_a_mesh_cannot_hold(nproc, axes, message):
+def test_world_sizes_that_a_mesh_does_not_divide_are_an_error(nproc, axes, message):
     with pytest.raises(ConfigError) as caught:
         check_world(nproc, "cpu", **axes)
     assert str(caught.value) == message
 
 
-def test_more_processes_than_gpus():
+def test_more_processes_than_gpus_are_an_error():
     import torch
 
     have = torch.cuda.device_count()

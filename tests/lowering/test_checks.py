@@ -45,7 +45,7 @@ def test_an_index_out_of_bounds_is_an_error(function, good, bad, dynamic):
 
 
 @pytest.mark.parametrize("bad", [5, -1])
-def test_rows_that_indices_pick_are_normalized_as_rows_are(bad):
+def test_rows_picked_by_indices_are_normalized_and_checked(bad):
     """The index is checked once per row, and row 0 is read instead of a row out of bounds."""
     call = compiled(lambda x, i: F.rms_norm(F.embedding(i, x), (3,)))
     index = torch.arange(40) % 5
@@ -56,7 +56,7 @@ def test_rows_that_indices_pick_are_normalized_as_rows_are(bad):
 
 
 @pytest.mark.parametrize("rows", [5, 0])
-def test_a_checked_element_is_read_without_a_condition_where_there_is_one(rows):
+def test_a_checked_element_is_read_unconditionally_unless_the_tensor_is_empty(rows):
     p, i = loop_symbol("p", 0), loop_symbol("i", 0)
     where = Load("index", p, torch.int64)
     bounds = op("ge", where, Constant(0, torch.int64)), op("lt", where, Index(sympy.Integer(rows)))
@@ -99,7 +99,7 @@ def test_an_assert_is_part_of_a_kernel_and_says_its_message(dynamic):
     torch.testing.assert_close(call(torch.ones(5, 3)), torch.full((5, 3), 2.0))
 
 
-def test_an_assert_of_a_number():
+def test_an_assert_of_one_element_checks_its_value():
     call = compiled(lambda x: (torch._assert_async(x[:1], "zero"), x + 1))
     call(torch.tensor([0.5, 0.0]))
     with pytest.raises(RuntimeError, match="zero"):
@@ -144,7 +144,7 @@ def test_a_kernel_with_a_check_is_never_dead():
     assert len(live(Checked(LOADED, SMALL, "too large"))) == 1
 
 
-def test_checks_print_and_are_part_of_what_makes_values_equal():
+def test_checks_print_and_count_in_the_equality_of_values():
     checked = Checked(LOADED, SMALL, "too large")
     assert checked is Checked(LOADED, SMALL, "too large")
     assert checked is not Checked(LOADED, SMALL, "other")

@@ -30,7 +30,7 @@ def newly(*names: str) -> Iterator[dict[str, int]]:
 
 
 @SHAPES
-def test_cond_takes_the_branch_of_the_moment(dynamic):
+def test_cond_takes_the_branch_of_each_call(dynamic):
     call = compiled(branch, dynamic)
     x, y = torch.rand(4, 3), torch.randn(4, 3)
     torch.testing.assert_close(call(x, y), branch(x, y))
@@ -45,7 +45,7 @@ def test_cond_is_differentiable():
         torch.testing.assert_close(torch.autograd.grad(compiled(branch)(x, y).sum(), x), expected)
 
 
-def test_the_gradient_of_a_cond_lies_as_its_result_beside_a_result_that_overlaps() -> None:
+def test_the_gradient_of_a_cond_has_its_results_strides_beside_overlapping_results() -> None:
     """In backward, tangents with other strides would give the branches different strides, which torch refuses."""
 
     def gradient(call, x):
@@ -60,7 +60,7 @@ def test_the_gradient_of_a_cond_lies_as_its_result_beside_a_result_that_overlaps
     torch.testing.assert_close(gradient(compiled(function), x), gradient(function, x))
 
 
-def test_while_loop_ends_with_what_eager_has():
+def test_while_loop_equals_eager():
     from torch._higher_order_ops.while_loop import while_loop
 
     def function(x):
@@ -92,7 +92,7 @@ def test_a_conditional_takes_as_long_as_its_longer_branch():
     assert conditional.estimate.ns > 3 * 2 * 256**3 / 1e12 * 1e9  # three matrix products at less than 1 TFLOP/s
 
 
-def test_a_branch_within_a_branch():
+def test_nested_branches_equal_eager():
     def inner(a):
         return torch.cond(a.max() > 1, lambda b: b.exp() * 2, lambda b: b.tanh() - 1, (a,))
 

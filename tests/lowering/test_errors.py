@@ -31,7 +31,7 @@ def test_a_failing_lowering_names_node_and_line(monkeypatch, error):
     assert "hint: " in message
 
 
-def test_a_rule_that_cannot_do_it_becomes_a_call(monkeypatch):
+def test_an_op_whose_rule_cannot_lower_it_becomes_a_call(monkeypatch):
     def unable(context, x):
         context.pointwise(lambda value: value, x)  # must be undone when the rule fails
         raise table.Impossible("not this one")
@@ -41,6 +41,6 @@ def test_a_rule_that_cannot_do_it_becomes_a_call(monkeypatch):
     torch.testing.assert_close(compiled(lambda x: x.sin() + 1)(x), x.sin() + 1)
 
 
-def test_an_op_is_lowered_once():
+def test_registering_a_second_rule_for_an_op_is_an_error():
     with pytest.raises(AssertionError, match="lowered twice"):
         table.lowers(torch.ops.aten.sin.default)(lambda context, x: x)

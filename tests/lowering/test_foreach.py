@@ -28,7 +28,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("function", CALLS)
-def test_each_tensor_of_a_list(function):
+def test_foreach_ops_equal_eager_without_fallbacks(function):
     torch._dynamo.utils.counters.clear()
     same(function, torch.randn(4, 3), torch.randn(4, 3))
     assert counted("fallbacks") == 0
@@ -57,7 +57,7 @@ def test_gradients_are_clipped_in_three_launches():
     assert counted("fallbacks") == 0
 
 
-def test_lists_that_are_changed_in_place():
+def test_foreach_ops_in_place_equal_eager():
     def function(x, y):
         torch._foreach_mul_([x, y], 2)
         torch._foreach_add_([x, y], [x.sin(), y.cos()])
@@ -92,7 +92,7 @@ def test_optimizers_step_as_in_eager(kind, options):
     assert counted("fallbacks") == counted("fallback copy_")
 
 
-def test_an_update_in_place_takes_no_memory_and_so_stays_one_kernel():
+def test_an_update_in_place_needs_no_memory_and_is_one_kernel():
     def step(parameters, gradients, means, squares):
         torch._foreach_lerp_(means, gradients, 0.1)
         torch._foreach_mul_(squares, 0.9)

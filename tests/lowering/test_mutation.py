@@ -51,7 +51,7 @@ def test_inputs_are_changed_as_in_eager(function, dynamic):
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_mutation_in_every_grad_mode(mode):
+def test_inputs_are_changed_in_every_grad_mode(mode):
     x = torch.randn(4, 3)
     with mode():
         same(add_in_place, x)
@@ -122,11 +122,11 @@ def test_tangents_need_not_be_contiguous(dynamic):
 
 
 @SHAPES
-def test_inputs_with_gaps_and_offsets(dynamic):
+def test_inputs_with_gaps_and_offsets_equal_eager(dynamic):
     same(lambda x: (x.t() * 2).contiguous() + x.t(), torch.randn(8, 6)[::2, 1::2], dynamic=dynamic)
 
 
-def test_custom_ops_that_write_into_an_argument():
+def test_custom_ops_may_write_into_an_argument():
     @torch.library.custom_op("overlapc_tests::add_one_", mutates_args=("x",))
     def add_one(x: torch.Tensor) -> None:
         x.add_(1)

@@ -49,7 +49,7 @@ def test_numbers_beyond_an_integers_range_wrap(generator):
     same(lambda x: (x + 2**31, x < 2**40, x.short() & 0x1FFFF, x - 2**33), wide)
 
 
-def test_an_integer_of_a_float_that_is_out_of_range_is_eagers():
+def test_casts_of_out_of_range_floats_to_integers_equal_eager():
     special = [math.nan, math.inf, -math.inf, 300.0, -300.0, 4e4, -7e4, 3e9, -3e9, 5e9, 2.0**31, 2.0**63, -1.7, 70001.0]
 
     def function(x):
@@ -73,7 +73,7 @@ def test_the_variance_of_equal_numbers_is_0(generator):
     assert not counters["overlapc"]["extern_calls"]
 
 
-def test_a_number_that_a_tensor_is_compared_with_is_rounded_to_its_precision(generator):
+def test_a_number_compared_with_a_tensor_is_rounded_to_its_dtype(generator):
     numbers = torch.tensor([0.1, -0.1, 0.3, 0.0, 2.5, 257.0])
 
     def function(x):
@@ -101,18 +101,18 @@ def test_doubles_are_compared_with_doubles(generator):
     same(lambda x: (x == 0.1, x != 0.3, x > 0.1, x <= 0.3, x >= -0.1, x < -0.1, x * 0.1 + 0.3), x)
 
 
-def test_bools_are_truths():
+def test_bools_are_logical_values():
     x = torch.tensor([[True, False], [True, True]])
     same(lambda x: (x & True, x | False, x ^ True, ~x, x + x, x * x, x.any(0), x.all(), x.sum(), x.float().mean()), x)
     same(lambda x: (x > 0, x == True, x.to(torch.uint8) - 1, x.cumsum(0), torch.where(x, 2, 3)), x)  # noqa: E712
 
 
-def test_rounding():
+def test_rounding_functions_equal_eager():
     x = torch.tensor([0.5, 1.5, -2.5, 2.49, -0.5, 1e9, -0.0])
     same(lambda x: (x.round(), x.round(decimals=1), x.trunc(), x.to(torch.int32), x.floor(), x.frac(), x.sign()), x)
 
 
-def test_special_values(generator):
+def test_special_values_equal_eager(generator):
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0])
     same(lambda x: (x.amax(), x.argmax(), x.clamp(0, 1), torch.maximum(x, x.flip(0)), x.isnan(), x.nan_to_num()), x)
     same(lambda x: (x.max(0), x.nansum(), torch.fmax(x, x.flip(0)), torch.copysign(x, x.flip(0)), x.relu()), x)
@@ -135,7 +135,7 @@ LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
         lambda x: x.to(torch.int32),
     ],
 )
-def test_one_op_in_low_precision(function, dtype):
+def test_single_ops_in_low_precision_equal_eager(function, dtype):
     same(function, torch.randn(8, 33).to(dtype))
 
 
@@ -171,13 +171,13 @@ def test_float8_is_converted_in_kernels(dtype):
     same(lambda x: torch.cat([x.to(dtype), x.to(dtype)]).view(torch.uint8), x)  # copies keep the bits
 
 
-def test_zeros_without_memory_are_zeros():
+def test_zero_tensors_without_memory_are_zeros():
     """Forward-mode AD returns them where nothing depends on the input; they have no memory that kernels could read."""
     same(lambda x: (torch._efficientzerotensor(5) + x, torch._efficientzerotensor(5) * x.sum()), torch.arange(5.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_added_up_in_low_precision_is_rounded_first(dtype, generator):
+def test_terms_summed_in_low_precision_are_rounded_first(dtype, generator):
     x = torch.randn(40, 9, generator=torch.Generator().manual_seed(0))
 
     def function(x):
@@ -227,7 +227,7 @@ def test_bounds_of_hardtanh_are_not_rounded_to_low_precision(dtype):
     same(function, x, rtol=0, atol=0)
 
 
-def test_addcdiv_of_float32_rounds_no_quotient_of_low_precision():
+def test_addcdiv_of_float32_does_not_round_a_low_precision_quotient():
     x, a = torch.randn(50), torch.randn(50).bfloat16()
 
     def function(x, a):
@@ -253,7 +253,7 @@ def test_the_gradient_of_smooth_l1_loss_is_nan_where_the_difference_is(reduction
     torch.testing.assert_close(found, gradient(x, y), equal_nan=True)
 
 
-def test_no_gradient_comes_from_between_the_bounds_of_softshrink():
+def test_the_gradient_of_softshrink_is_zero_between_its_bounds():
     x = torch.tensor([-2.0, -0.5, -0.3, -0.0, 0.0, 0.2, 1.5, float("nan")]).repeat(2)  # fills eager's vector loop
 
     def function(x):
@@ -277,6 +277,6 @@ def test_no_gradient_comes_from_between_the_bounds_of_softshrink():
         lambda x: ((x > 0).long() + 1).remainder(6),
     ],
 )
-def test_an_element_is_chosen_by_a_condition(place):
+def test_an_index_may_be_computed_from_a_condition(place):
     """GCC 12 miscompiles a vectorized gather with indices computed from a condition: it reads at -1 instead of 1."""
     same(lambda table, x: table.take(place(x)), torch.randn(6), torch.randn(64))

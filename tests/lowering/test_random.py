@@ -44,7 +44,7 @@ def test_uniform_numbers_fill_their_interval_evenly(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_normal_numbers_are_normal(dtype):
+def test_normal_numbers_have_the_normal_distribution(dtype):
     torch.manual_seed(0)
     found = compiled(lambda: torch.randn(N, dtype=dtype))().double()
     assert found.mean().abs() < 5 / math.sqrt(N)
@@ -65,7 +65,7 @@ def test_integers_cover_their_range():
     assert (large % 2).double().mean().sub(0.5).abs() < 0.02
 
 
-def test_other_distributions():
+def test_other_distributions_have_their_moments_and_ranges():
     def call(x, p):
         return torch.bernoulli(p), x.clone().uniform_(-2, 3), x.clone().normal_(1, 2), x.clone().exponential_(4), \
             torch.bernoulli(x, 0.2)  # fmt: skip
@@ -84,7 +84,7 @@ def test_other_distributions():
     assert (fifths.mean() - 0.2).abs() < 0.01
 
 
-def test_runs_differ_and_a_seed_repeats_them():
+def test_runs_draw_different_numbers_and_a_seed_repeats_them():
     def call(x):
         return torch.rand_like(x), torch.rand_like(x), torch.randn_like(x)
 
@@ -100,7 +100,7 @@ def test_runs_differ_and_a_seed_repeats_them():
     assert (first[0] != first[1]).all()
 
 
-def test_numbers_do_not_depend_on_the_layout_or_on_who_computes_them():
+def test_numbers_do_not_depend_on_the_layout_or_on_options():
     def call(x):
         return torch.rand_like(x) + x
 
@@ -112,7 +112,7 @@ def test_numbers_do_not_depend_on_the_layout_or_on_who_computes_them():
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_random_numbers_are_computed_where_they_are_used():
+def test_random_numbers_are_computed_in_the_kernels_that_use_them():
     counters.clear()
     compiled(lambda x: (F.dropout(x.exp(), 0.5) * 2).sin())(torch.randn(32, 32))
     assert (counters["overlapc"]["kernels"], counters["overlapc"]["externs"]) == (1, 1)
@@ -215,7 +215,7 @@ def test_fallback_random_keeps_draws_that_nothing_reads(function, trained):
     torch.testing.assert_close(run(compiled(function, fallback_random=True)), run(function))
 
 
-def test_symbolic_sizes():
+def test_random_numbers_of_symbolic_sizes_repeat_with_their_seed():
     step = compiled(lambda x: torch.rand_like(x) + torch.zeros(x.shape[0], 3).uniform_(), dynamic=True)
     for rows in (4, 9):
         torch.manual_seed(1)

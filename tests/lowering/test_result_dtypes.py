@@ -77,7 +77,7 @@ def accepted(x: Tensor, source: Tensor) -> dict[str, Tensor]:
     [(torch.int64, torch.float32), (torch.bool, torch.int64), (torch.float32, torch.float64)],
     ids=["int64 from float32", "bool from int64", "float32 from float64"],
 )
-def test_they_keep_it(dtype: torch.dtype, other: torch.dtype) -> None:
+def test_operators_keep_the_dtype_of_their_first_argument(dtype: torch.dtype, other: torch.dtype) -> None:
     numbers = torch.linspace(-9.7, 8.9, 12, dtype=torch.float64).view(4, 3)
     x, source = (numbers > 1 if dtype is torch.bool else numbers.to(dtype)), (numbers.flip(0) * 1.3).to(other)
     expected = accepted(x, source)

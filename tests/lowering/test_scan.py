@@ -22,12 +22,12 @@ def every_scan(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_floats_with_ties_infinities_and_nans(dim: int):
+def test_scans_of_ties_infinities_and_nans_equal_eager(dim: int):
     same(lambda x: (*every_scan(x, dim), x.logcumsumexp(dim)), NUMBERS)
 
 
 @pytest.mark.parametrize("shape", [(3, 20), (2, 700), (70, 6)], ids=str)
-def test_of_zeros_the_last_one_gives_an_extreme_its_sign(shape: tuple[int, ...]):
+def test_the_last_zero_gives_a_cumulative_extreme_its_sign(shape: tuple[int, ...]):
     numbers = torch.tensor([0.0, -0.0, 1.0, -1.0])
     x = torch.stack([numbers[torch.randint(kinds, shape)] for kinds in (2, 3, 4)])
     x = torch.cat([x, -x])
@@ -37,18 +37,18 @@ def test_of_zeros_the_last_one_gives_an_extreme_its_sign(shape: tuple[int, ...])
 
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("layout", ["rows", "columns", "holes"])
-def test_any_layout(dim: int, layout: str):
+def test_scans_of_any_layout_equal_eager(dim: int, layout: str):
     x = torch.randn(7, 40)
     x = {"rows": x, "columns": x.t(), "holes": x[:, ::3]}[layout]
     same(lambda x: every_scan(x, dim), x)
 
 
-def test_a_middle_dim():
+def test_a_scan_of_a_middle_dim_equals_eager():
     same(lambda x: every_scan(x, 1), torch.randn(3, 5, 33))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool])
-def test_integers_are_exact(dtype: torch.dtype):
+def test_scans_of_integers_are_exact(dtype: torch.dtype):
     x = (torch.arange(60).reshape(4, 15) * 7 % 5 - 1).to(dtype)
     same(lambda x: every_scan(x, 1), x)
     if dtype is not torch.bool:
@@ -56,16 +56,16 @@ def test_integers_are_exact(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_carries_float32(dtype: torch.dtype):
+def test_scans_in_low_precision_accumulate_in_float32(dtype: torch.dtype):
     same(lambda x: (*every_scan(x, 1), x.logcumsumexp(1)), torch.rand(3, 300).to(dtype))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 1), (3, 0)])
-def test_little_to_scan(shape: tuple[int, ...]):
+def test_scans_of_tiny_and_empty_tensors_equal_eager(shape: tuple[int, ...]):
     same(lambda x: (*every_scan(x, -1), x.logcumsumexp(-1)), torch.randn(shape))
 
 
-def test_sizes_known_at_run_time():
+def test_one_compilation_scans_all_sizes():
     function = compiled(lambda x: (x.exp().cumsum(1), x.cummax(0)), dynamic=True)
     for rows, width in ((3, 17), (6, 4), (2, 3000)):
         x = torch.randn(rows, width)
@@ -84,7 +84,7 @@ def test_sizes_known_at_run_time():
         (lambda x: x.cumsum(1) + x.cumsum(0), 2),  # along different dims
     ],
 )
-def test_fusion(function: Callable[[torch.Tensor], object], kernels: int):
+def test_scans_fuse_with_ops_of_the_same_rows(function: Callable[[torch.Tensor], object], kernels: int):
     x = torch.randn(5, 48)
     counters.clear()
     torch.testing.assert_close(compiled(function)(x), function(x))
@@ -96,7 +96,7 @@ def test_a_short_scan_is_not_unrolled_as_a_short_sum_is():
     same(lambda x: x.cumsum(1).sum(1), torch.randn(10, 4))
 
 
-def test_gradients():
+def test_gradients_of_scans_equal_eager():
     x = torch.randn(4, 30, requires_grad=True)
     weight = torch.randn(4, 30)
     for function in (lambda x: x.cumsum(1), lambda x: x.logcumsumexp(1), lambda x: x.cummax(1).values):
@@ -105,7 +105,7 @@ def test_gradients():
         torch.testing.assert_close(found, expected)
 
 
-def test_a_long_row_among_several_programs_on_a_gpu(tmp_path: Path):
+def test_a_long_row_is_scanned_by_several_programs_on_a_gpu(tmp_path: Path):
     """In Triton, one row takes three kernels: its softmax, then a scan of the result in pieces."""
 
     def top_p(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

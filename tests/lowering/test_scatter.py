@@ -30,7 +30,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @SHAPES
 @pytest.mark.parametrize("reduce", ["sum", "amax", "amin"])
-def test_elements_that_meet_are_combined(reduce, dynamic):
+def test_elements_with_equal_indices_are_combined(reduce, dynamic):
     """All dtypes in one graph, because compiling a graph takes most of the time."""
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.bool)
 
@@ -45,7 +45,7 @@ def test_elements_that_meet_are_combined(reduce, dynamic):
 
 @pytest.mark.parametrize("reduce", ["amax", "amin"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_extremes_pass_nan_on_and_order_infinities_and_zeros(reduce, dtype):
+def test_extremes_propagate_nan_and_order_infinities_and_zeros(reduce, dtype):
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.5, 3e-42, -float("nan")])
     x, source = (part.to(dtype) for part in torch.broadcast_tensors(special[:, None], special[None, :]))
     index = torch.arange(8)[:, None].expand(8, 8).contiguous()
@@ -115,7 +115,7 @@ def test_scatters_agree_with_eager(function, dynamic):
         lambda x, v: torch.diagonal_scatter(x[0].expand(3, 2), v[0, :2]),
     ],
 )
-def test_parts_written_over_agree_with_eager(function):
+def test_scatters_of_slices_and_diagonals_agree_with_eager(function):
     def call(x, v):
         return function(x, v) * 2
 
@@ -125,7 +125,7 @@ def test_parts_written_over_agree_with_eager(function):
 @SHAPES
 @pytest.mark.parametrize("words", [7, 100], ids=["few-words", "many-words"])
 @pytest.mark.parametrize("padding", [None, 3])
-def test_the_gradient_of_an_embedding(words, padding, dynamic):
+def test_the_gradient_of_an_embedding_is_as_exact_as_eager(words, padding, dynamic):
     """With many words, one token of each word that occurs adds up that word's row; with few, tokens are added into the
     table."""
     tokens = torch.tensor([[3, 0, 3, 6], [1, 3, 0, 0], [2, 2, 2, 3]])
@@ -156,7 +156,7 @@ def test_the_gradient_of_an_embedding(words, padding, dynamic):
 
 @pytest.mark.parametrize("shape", [(), (1,), (6, 1), (1, 6), (2, 1, 3)])
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_gradient_of_an_embedding_of_odd_shapes(shape, strided):
+def test_the_gradient_of_an_embedding_of_odd_shapes_is_rounded_once(shape, strided):
     tokens = torch.randint(4, shape)
     grad = numbers(*shape[::-1], 5, dtype=torch.bfloat16).permute(*range(len(shape))[::-1], len(shape))
     grad = grad if strided else grad.contiguous()
@@ -166,7 +166,7 @@ def test_the_gradient_of_an_embedding_of_odd_shapes(shape, strided):
     torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=0)
 
 
-def test_deterministic_algorithms_run_the_call():
+def test_with_deterministic_algorithms_a_scatter_is_a_library_call():
     counters.clear()
     torch.use_deterministic_algorithms(True)
     try:

@@ -47,12 +47,12 @@ def rows_of_ones(x):
         lambda x: x.round().unique() + 1,
     ],
 )
-def test_sizes_that_only_run_time_knows(function, dynamic):
+def test_sizes_that_depend_on_data_equal_eager(function, dynamic):
     same(function, torch.randn(6, 4), dynamic=dynamic)
 
 
 @SHAPES
-def test_numbers_that_only_run_time_knows(dynamic):
+def test_numbers_that_depend_on_data_equal_eager(dynamic):
     same(lambda x, y: y * x.sum().item(), torch.arange(4), torch.randn(3), dynamic=dynamic)
     same(lambda x, y: y * x.sum().item() + 1, torch.randn(4), torch.randn(3), dynamic=dynamic)
     same(first_rows, torch.tensor([1, 3]), torch.randn(6, 2), dynamic=dynamic)
@@ -60,7 +60,7 @@ def test_numbers_that_only_run_time_knows(dynamic):
     same(torch.repeat_interleave, torch.randn(3), torch.tensor([1, 2, 0]), dynamic=dynamic)
 
 
-def test_sizes_as_numbers_and_results():
+def test_sizes_may_be_used_as_numbers_and_returned():
     same(lambda x: (x.size(0), x * x.size(0), x.numel() / 2, x / x.size(1) ** 0.5), torch.randn(7, 5), dynamic=True)
     same(lambda x: (x.var(0), x.std(1), F.layer_norm(x, (x.size(1),))), torch.randn(7, 5), dynamic=True)
     same(lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"), torch.randn(1, 2, 6, 5), dynamic=True)
@@ -81,7 +81,7 @@ def test_one_compilation_serves_all_sizes():
 
 
 @SHAPES
-def test_gradients_with_symbolic_sizes(dynamic):
+def test_gradients_with_symbolic_sizes_equal_eager(dynamic):
     def function(x, weight):
         return F.batch_norm(F.gelu(x @ weight), None, None, training=True).square().mean()
 
@@ -112,6 +112,6 @@ def test_a_size_that_is_one_only_by_a_guard_is_broadcast(function):
         lambda x: x[:1, 0].expand(2).gather(0, torch.arange(3) * 5 % 2),
     ],
 )
-def test_positions_without_a_loop_and_indices_of_one_element_in_triton(function):
+def test_single_positions_and_indices_of_one_element_equal_eager_in_triton(function):
     with triton_on_cpu():
         same(function, torch.randn(6, 6), dynamic=True)

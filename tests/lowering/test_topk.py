@@ -22,7 +22,7 @@ def compiled(function):
 
 
 @pytest.mark.parametrize(("size", "dim", "k"), [((5, 24), -1, 6), ((3, 9, 4), 1, 3), ((17,), 0, 16)])
-def test_values_and_places(size: tuple[int, ...], dim: int, k: int) -> None:
+def test_values_and_indices_equal_eager(size: tuple[int, ...], dim: int, k: int) -> None:
     torch.manual_seed(0)
     count = math.prod(size)
     x = torch.randperm(count).view(size).float() - count / 2  # no ties, whose order torch leaves open
@@ -33,7 +33,7 @@ def test_values_and_places(size: tuple[int, ...], dim: int, k: int) -> None:
     assert counters["overlapc"]["fallbacks"] == 0
 
 
-def test_infinities_nan_and_ties_are_chosen_once_each() -> None:
+def test_infinities_nan_and_ties_are_each_selected_once() -> None:
     inf, nan = math.inf, math.nan
     x = torch.tensor([[-inf, -inf, 1.0, -inf], [nan, inf, nan, 0.0], [2.0, 2.0, 2.0, 2.0]])
     values, places = compiled(lambda x: x.topk(3))(x)
@@ -41,7 +41,7 @@ def test_infinities_nan_and_ties_are_chosen_once_each() -> None:
     assert places.tolist() == [[2, 0, 1], [0, 2, 1], [0, 1, 2]]
 
 
-def test_what_reads_the_chosen_elements_sees_them() -> None:
+def test_ops_that_read_the_selected_elements_equal_eager() -> None:
     torch.manual_seed(0)
 
     def router(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,12 +54,12 @@ def test_what_reads_the_chosen_elements_sees_them() -> None:
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, 5000), torch.randn(3, 50, dtype=torch.float64)], ids=["long", "float64"])
-def test_other_rows_are_the_librarys(x: Tensor) -> None:
+def test_long_rows_and_float64_are_library_calls(x: Tensor) -> None:
     assert torch.equal(compiled(lambda x: x.topk(3).values)(x), x.topk(3).values)
     assert counters["overlapc"]["fallbacks"] == 1
 
 
-def test_the_second_call_is_not_named_as_the_second_result_of_the_first() -> None:
+def test_a_second_call_and_the_second_result_of_the_first_have_different_names() -> None:
     with FakeTensorMode():
         traced = make_fx(lambda x: (*x.topk(2, 0), *x.long().topk(2, 0)))(torch.empty(5))
     graph = lower(traced, "graph", lambda device: True, lambda node: None)

@@ -24,11 +24,11 @@ SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynam
         lambda x: torch.view_as_complex((x + 1).view(4, 2, 2)).conj().imag + 1,  # carries the negative bit
     ],
 )
-def test_views_that_no_layout_describes(function):
+def test_views_that_a_strided_layout_cannot_describe_equal_eager(function):
     same(function, torch.randn(4, 4))
 
 
-def test_memory_under_such_a_view_is_not_reused():
+def test_memory_under_a_view_of_another_dtype_is_not_reused():
     def function(x):
         bits = (x * 2).view(torch.int32)
         other = x * 3  # would reuse the memory of x * 2 if that were freed too early
@@ -59,21 +59,21 @@ def test_memory_under_such_a_view_is_not_reused():
         lambda x: F.pad(x, (-2, 0, 0, -1)) * 2,
     ],
 )
-def test_elements_moved_around(function, dynamic):
+def test_ops_that_rearrange_elements_equal_eager(function, dynamic):
     same(function, torch.randn(7, 5), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_tensor_may_stand_in_a_cat_more_than_once(count):
+def test_a_cat_may_contain_a_tensor_more_than_once(count):
     same(lambda x, y: torch.cat([x, y, x, *[y] * count], 1) + 1, torch.randn(3, 2), torch.randn(3, 4))
 
 
-def test_a_cat_of_parts_without_elements():
+def test_a_cat_may_contain_empty_parts():
     same(lambda x: torch.cat([x[:, :0], x, x[:, 5:], x + 1], 1) * 2, torch.randn(3, 5))
 
 
 @SHAPES
-def test_tensors_without_elements_and_without_dims(dynamic):
+def test_tensors_without_elements_or_dims_equal_eager(dynamic):
     same(lambda x: (x * 2, x.sum(), x.sum(1), x.mean(), x.t() + 1, F.softmax(x, 1)), torch.randn(3, 0), dynamic=dynamic)
     same(lambda x: (x * 2).sum() + x.exp(), torch.tensor(1.5), dynamic=dynamic)
     same(lambda x: (x.prod(), x.bool().all(), x.bool().any()), torch.randn(0), dynamic=dynamic)
@@ -87,7 +87,7 @@ def test_rearranging_is_generated_code():
 
 
 @pytest.mark.parametrize("change", [False, True])
-def test_inputs_that_carry_a_negative_or_conjugate_bit(change):
+def test_inputs_with_a_negative_or_conjugate_bit_equal_eager(change):
     def function(x, y):
         if change:
             x.mul_(2)
@@ -105,7 +105,7 @@ def test_inputs_that_carry_a_negative_or_conjugate_bit(change):
     torch.testing.assert_close(found_arguments, (negative, conjugate))
 
 
-def test_a_view_counts_from_where_the_callers_memory_begins():
+def test_as_strided_offsets_count_from_the_start_of_the_callers_storage():
     def function(x):
         return x.as_strided((2,), (1,), 1) * 2, x[1:].as_strided((3,), (2,), 0) + x.sum()
 
@@ -117,7 +117,7 @@ def test_a_view_counts_from_where_the_callers_memory_begins():
             assert torch.equal(got, wanted)
 
 
-def test_a_view_of_a_view_counts_from_where_the_callers_memory_begins():
+def test_as_strided_of_a_view_counts_from_the_start_of_the_callers_storage():
     def function(x):
         part = x.as_strided((5,), (1,), 1)
         return part.as_strided((3, 2), (1, 1), 0) + 1, part[1:].as_strided((3,), (4,)) * 2, part.as_strided((2,), (9,))
@@ -130,7 +130,7 @@ def test_a_view_of_a_view_counts_from_where_the_callers_memory_begins():
             assert torch.equal(got, wanted)
 
 
-def test_a_view_that_reads_past_a_copied_one_is_refused():
+def test_as_strided_past_a_copied_view_is_an_error():
     def function(x):
         return x[4:].view(torch.int32).as_strided((3,), (1,), 0) + 1
 
@@ -141,7 +141,7 @@ def test_a_view_that_reads_past_a_copied_one_is_refused():
 
 @pytest.mark.parametrize("read", [lambda _: 1.0, torch.sin, lambda view: view.t().cos()])
 @pytest.mark.parametrize("options", [{}, {"check_lifecycle": True}])
-def test_an_as_strided_of_one_part_of_an_input_lies_in_the_inputs_memory(options, read):
+def test_a_returned_as_strided_of_a_part_of_an_input_shares_its_memory(options, read):
     def function(x):
         last = x.split(2, 1)[-1]
         view = last.as_strided((11, 2), (2, 1), 1)
@@ -156,7 +156,7 @@ def test_an_as_strided_of_one_part_of_an_input_lies_in_the_inputs_memory(options
     torch.testing.assert_close(got, wanted)
 
 
-def test_a_gradients_view_counts_from_where_the_gradients_memory_begins():
+def test_as_strided_of_a_gradient_counts_from_the_start_of_its_storage():
     def function(x):
         return torch.as_strided_scatter(x, x.flatten()[:2], (2,), (1,), 1)
 
@@ -177,7 +177,7 @@ def test_a_gradients_view_counts_from_where_the_gradients_memory_begins():
         lambda x: x.unfold(1, 2, 1),
     ],
 )
-def test_gradients_of_results_whose_elements_share_memory(function):
+def test_gradients_of_overlapping_results_equal_eager(function):
     def gradient(call):
         x = torch.arange(4.0).reshape(1, 4).requires_grad_()
         y = call(x)
@@ -201,7 +201,7 @@ def test_a_returned_view_of_another_dtype_shares_the_memory_of_its_base(options)
     assert torch.equal(found[2], found[0].t()[1:].view(torch.int32))
 
 
-def test_results_of_broken_up_ops_have_eagers_strides():
+def test_results_of_decomposed_ops_have_eagers_strides():
     x, rows, more = torch.randn(5, 6), torch.rand(6), torch.rand(5, 1, 6)
     mask = torch.rand(5, 6) > 0.5
 

@@ -124,7 +124,7 @@ def sharded_steps(root: str) -> list[dict[str, Any]]:
     return seen
 
 
-def test_ranks_choose_alike(tmp_path: Path):
+def test_ranks_choose_the_same_tilings(tmp_path: Path):
     first, second = values_on_ranks(sharded_steps, 2, str(tmp_path), timeout_s=110, **on_gpus(2))
     for one, other in zip(first, second, strict=True):
         assert one["tuned"] == other["tuned"]  # including the measured times, to the last digit

@@ -51,24 +51,24 @@ def seen(cases: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_steps_are_those_by_the_library_and_have_the_same_bits_with_random_delays(ranks: int):
+def test_steps_match_the_library_and_have_the_same_bits_with_random_delays(ranks: int):
     check_parity(on_ranks(ranks, parity, "bf16", "cuda", 200), 2e-2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_are_in_order_of_ranks_and_as_exact_as_a_float32_reduce_scatter(ranks: int):
+def test_sums_are_in_rank_order_and_as_exact_as_a_float32_reduce_scatter(ranks: int):
     check_sums(on_ranks(ranks, sums, "cuda"))
 
 
-def test_after_an_exception_in_flight_a_rank_is_told_and_compiles_again():
+def test_after_an_exception_in_flight_the_next_step_fails_and_a_new_compilation_works():
     check_failure(on_ranks(2, after_a_failure, "cuda"))
 
 
-def test_ranks_take_kept_graphs_and_the_whole_step_together(tmp_path: Path):
+def test_ranks_use_cached_graphs_and_steps_together(tmp_path: Path):
     check_starts(on_ranks(2, starts, str(tmp_path), "copy", "cuda"))
 
 
-def test_a_rank_with_a_batch_of_another_size_goes_by_the_layout_that_ranks_agreed_on(tmp_path: Path):
+def test_a_rank_with_a_batch_of_another_size_uses_the_agreed_layout(tmp_path: Path):
     check_layouts(on_ranks(2, last_batch_starts, str(tmp_path), "copy", "cuda"))
 
 

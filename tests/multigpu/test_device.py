@@ -16,7 +16,7 @@ def step(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled_on", [0, 1])
-def test_another_gpu_than_the_current_one(compiled_on: int, tmp_path: Path):
+def test_a_graph_runs_on_the_gpu_of_its_tensors(compiled_on: int, tmp_path: Path):
     """The graph is compiled with one current device and called with others."""
     for home in (0, 1):
         torch._dynamo.reset()

@@ -69,7 +69,7 @@ def test_tilings_to_measure_equal_eager(tmp_path: Path):
     _check([(f"{case.name}, {each}", case, each) for case in cases for each in tilings_to_measure(case)[1:]], tmp_path)
 
 
-def test_of_zeros_of_both_signs_a_scan_takes_the_last():
+def test_the_last_zero_gives_a_cumulative_extreme_its_sign():
     """As in eager; `copysign` distinguishes the zeros."""
 
     def signs(x: torch.Tensor) -> list[torch.Tensor]:
@@ -95,7 +95,7 @@ def test_subnormal_numbers_are_not_taken_for_zeros():
 
 
 @pytest.mark.parametrize("width", [67, 131, 515])
-def test_what_a_mask_of_remainders_lets_through_is_read(width: int):
+def test_elements_under_a_mask_of_remainders_are_read(width: int):
     """ptxas miscompiled masks with remainders by losing a constant (`runtime/triton_compile.py`)."""
 
     def padded(x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_what_a_mask_of_remainders_lets_through_is_read(width: int):
         torch.testing.assert_close(torch.compile(padded, backend="overlapc")(x), padded(x))
 
 
-def test_unaligned_pointers(tmp_path: Path):
+def test_unaligned_pointers_equal_eager(tmp_path: Path):
     generator = TritonGenerator()
     case = swiglu(1000)
     source = generator.generate(case.body, case.name)
@@ -130,7 +130,7 @@ def test_one_kernel_serves_many_sizes(tmp_path: Path):
     assert len(launchers) == 1
 
 
-def test_more_elements_than_int32(tmp_path: Path):
+def test_more_elements_than_int32_equal_eager(tmp_path: Path):
     count = 2**31 + 4096
     case = swiglu(16)  # only for its formula; the large tensors are made on the device
     generator = TritonGenerator()
@@ -220,7 +220,7 @@ def test_a_failed_check_names_its_node_and_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_numbers_written_as_tensors_on_the_cpu_are_part_of_a_kernel(dtype: torch.dtype):
+def test_cpu_scalar_tensors_are_constants_of_a_kernel(dtype: torch.dtype):
     x = torch.linspace(-3, 3, 1001, device="cuda").to(dtype)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -44,7 +44,7 @@ def same(name: str, dtype: str, dynamic: bool, count: int | None, seed: int) -> 
 
 
 @pytest.mark.parametrize(("name", "dtype", "dynamic"), drawn(), ids=lambda value: f"{value}")
-def test_an_operator_drawn_by_todays_seed(name, dtype, dynamic):
+def test_an_operator_drawn_by_todays_seed_equals_eager(name, dtype, dynamic):
     try:
         same(name, dtype, dynamic, 1, SEED)
     except AssertionError:
@@ -75,7 +75,7 @@ FOUND = [
 @pytest.mark.parametrize(
     ("name", "dtype", "dynamic", "count", "seed", "wrong"), FOUND, ids=lambda value: f"{value}"[:40]
 )
-def test_what_the_sweep_found_stays_right(name, dtype, dynamic, count, seed, wrong):
+def test_bugs_that_the_sweep_found_stay_fixed(name, dtype, dynamic, count, seed, wrong):
     if name not in BY_NAME:
         pytest.skip(f"no {name} in the operators of torch {torch.__version__}")
     same(name, dtype, dynamic, count, seed)

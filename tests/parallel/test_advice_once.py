@@ -29,7 +29,7 @@ def under_ddp() -> nn.Module:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(("rank", "times"), [(0, 1), (1, 0)])
 @pytest.mark.parametrize(("made", "says"), [(under_fsdp2, "adopt_fsdp2"), (under_ddp, "DistributedDataParallel")])
-def test_one_rank_gives_it(made, says, rank, times):
+def test_only_rank_0_warns(made, says, rank, times):
     with fake_world(2, rank), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.compile(made(), backend="overlapc", options={"rank_check": False})(torch.ones(2, 8))

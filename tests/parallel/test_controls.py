@@ -59,7 +59,7 @@ def test_a_compiled_model_is_compiled_again_after_a_change():
     assert "7.0" not in recorder.backward[0].code
 
 
-def test_gradients_are_divided_by_a_factor_of_the_users():
+def test_gradients_are_divided_by_the_users_factor():
     model = shard(Tiny())
     model.set_gradient_divide_factor(6.0)
     found = {name: (param.reduce_op, param.divide_before, param.divide_after) for name, param in params(model).items()}
@@ -71,7 +71,7 @@ def test_gradients_are_divided_by_a_factor_of_the_users():
     assert {params(model)[name].divide_after for name in own} == {3.0}
 
 
-def test_half_of_a_factor_comes_before_a_sum_in_fp16():
+def test_a_part_of_the_factor_is_applied_before_a_sum_in_fp16():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     model = fully_shard(Tiny(), mesh, param_dtype=torch.float16)
     model.set_gradient_divide_factor(8.0)
@@ -85,7 +85,7 @@ def test_tied_parameters_stay_tied():
     assert recomputed(model)
 
 
-def test_a_factor_has_to_be_positive():
+def test_a_factor_must_be_positive():
     with pytest.raises(ConfigError, match="0 is not a positive number"):
         shard(Tiny()).set_gradient_divide_factor(0)
 
@@ -107,7 +107,7 @@ def test_an_adopted_model_keeps_its_factor():
     assert {factor for name, factor in factors.items() if "layers.0." not in name} == {4.0}
 
 
-def test_all_of_fsdp2s_methods_are_there():
+def test_all_methods_of_fsdp2_exist():
     """Each method works, is an ignored hint, or raises an error that says what to do instead."""
     theirs = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")}
     # reset_iter_state resets FSDP2's hooks, which overlapc does not have.

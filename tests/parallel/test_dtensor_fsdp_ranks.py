@@ -49,7 +49,7 @@ def seen() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("torch.float32", 1e-5), ("torch.bfloat16", 2e-2)])
-def test_numbers_are_eagers(seen: list[dict[str, Any]], dtype: str, tolerance: float):
+def test_losses_and_gradients_equal_eager(seen: list[dict[str, Any]], dtype: str, tolerance: float):
     for rank in seen:
         (losses, grads), (compiled_losses, compiled_grads) = rank[dtype]
         assert compiled_losses == pytest.approx(losses, rel=tolerance)

@@ -56,7 +56,7 @@ def test_options_that_cannot_be_used_are_refused_with_a_reason():
         fully_shard(two_meshes, mesh)
 
 
-def test_what_cannot_be_taken_over_says_what_to_do_instead():
+def test_modules_that_cannot_be_adopted_are_an_error_with_an_alternative():
     mesh = mesh_1d()
     with pytest.raises(ConfigError, match="of this Linear: call it after"):
         adopt_fsdp2(nn.Linear(4, 4))
@@ -78,7 +78,7 @@ def _first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_first_rank")
-def test_a_module_compiled_by_itself_is_advised_of():
+def test_compiling_an_inner_module_alone_is_warned_about():
     model = shard(Tiny())
     with pytest.warns(UserWarning, match=r"compiles a module of a sharded model by itself.*\n.*outermost module"):
         torch.compile(model.layers[1], backend="overlapc")(torch.ones(2, 3, 8))
@@ -123,7 +123,7 @@ def test_a_write_into_a_gathered_parameter_is_refused(write):
         torch.compile(model, backend="overlapc")(torch.ones(2, 8))
 
 
-def test_a_write_into_a_copy_of_one_is_not():
+def test_a_write_into_a_copy_of_a_gathered_parameter_is_allowed():
     class Copies(nn.Linear):
         def forward(self, x):
             return F.linear(x, self.weight.clone().clamp_(-1, 1), self.bias.requires_grad_())
@@ -133,14 +133,14 @@ def test_a_write_into_a_copy_of_one_is_not():
 
 
 @pytest.mark.usefixtures("_first_rank")
-def test_a_module_under_ddp_is_advised_of():
+def test_a_module_under_ddp_is_warned_about():
     model = nn.parallel.DistributedDataParallel(Tiny())
     with pytest.warns(UserWarning, match=r"in the forward of DistributedDataParallel.*\n.*on a mesh of \(ranks, 1\)"):
         torch.compile(model, backend="overlapc")(*batch(2))
 
 
 @pytest.mark.parametrize("around", [False, True])
-def test_a_model_of_one_sharded_module_is_not(around: bool):
+def test_a_model_of_one_sharded_module_is_not_warned_about(around: bool):
     model = nn.Sequential(nn.ReLU(), nn.Linear(8, 8))
     fully_shard(model[1], mesh_1d())
     fully_shard(model, mesh_1d())
@@ -150,7 +150,7 @@ def test_a_model_of_one_sharded_module_is_not(around: bool):
         torch.compile(step, backend="overlapc")(torch.ones(2, 8))
 
 
-def test_no_sync_wants_a_sharded_module_and_takes_a_compiled_one():
+def test_no_sync_needs_a_sharded_module_and_accepts_a_compiled_one():
     with pytest.raises(ConfigError, match="this Linear was given to neither"), no_sync(nn.Linear(4, 4)):
         pass
     model = fully_shard(nn.Linear(4, 4), mesh_1d())

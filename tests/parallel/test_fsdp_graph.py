@@ -108,7 +108,7 @@ def test_on_one_rank_a_cast_is_saved_only_where_nothing_reshards():
     assert "layers.0.up.weight" in saved[1]
 
 
-def test_recomputed_gathers_stand_right_before_their_first_use():
+def test_repeated_gathers_are_right_before_their_first_use():
     backward = compiled(shard(Tiny(layers=4))).backward[0]
     order = [label_of(node).group for node in backward.graph.nodes if "all_gather" in str(node.target)]
     assert [group for i, group in enumerate(order) if i == 0 or order[i - 1] != group] == [
@@ -181,7 +181,7 @@ def test_uneven_shards_pad_alike_on_all_ranks():
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_dynamo_is_told_what_a_gather_gives_without_going_through_it(param_dtype: torch.dtype | None):
+def test_dynamo_gets_the_metadata_of_a_gather_without_tracing_it(param_dtype: torch.dtype | None):
     model = shard(Tiny(vocab=22), mp_policy=MixedPrecisionPolicy(param_dtype))  # some shards are uneven
     keys = [
         (module._parameters[name], key)
@@ -267,14 +267,14 @@ def test_a_list_of_modules_is_one_group(adopted: bool):
     assert not labels["embed.weight"].reshard
 
 
-def test_of_a_list_modules_within_others_are_left_to_these():
+def test_modules_of_a_list_that_lie_within_others_are_not_groups():
     model = Tiny()
     fully_shard([model.layers[0].norm, model.layers[0]], mesh_1d())
     assert not isinstance(model.layers[0].norm, FSDPModule)
     assert isinstance(model.layers[0], FSDPModule)
 
 
-def test_ignored_parameters_stay_as_they_are():
+def test_ignored_parameters_are_not_sharded():
     model = Tiny()
     kept = model.head.weight
     fully_shard(model, mesh_1d(), ignored_params={kept})
@@ -356,7 +356,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize("by_user", [True, False])
-def test_what_runs_eagerly_within_a_compiled_forward_reads_gathered_parameters(by_user: bool):
+def test_eager_code_within_a_compiled_forward_reads_gathered_parameters(by_user: bool):
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), Broken(by_user)), mesh_1d())
     torch.compile(model, backend="eager")(torch.ones(2, 8)).sum().backward()
     weight = model[1].weight
@@ -365,7 +365,7 @@ def test_what_runs_eagerly_within_a_compiled_forward_reads_gathered_parameters(b
     assert weight.grad.to_local().shape == weight.to_local().shape == (2,)
 
 
-def test_a_tensor_and_its_view_may_both_live_on_behind_a_graph_break():
+def test_a_tensor_and_its_view_may_both_be_used_after_a_graph_break():
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
@@ -401,12 +401,12 @@ def test_dynamic_batches_compile_once_and_sizes_are_known_by_their_hint():
     }
 
 
-def test_a_copied_module_is_sharded_alike():
+def test_a_copied_module_is_sharded_like_the_original():
     model = copy.deepcopy(shard(Tiny()))
     assert sorted(gathers(compiled(model).forward[0])) == sorted(BLOCKS + ROOT)
 
 
-def test_a_module_that_has_parameters_of_its_own_is_taken_over():
+def test_a_module_with_its_own_parameters_is_adopted():
     model = Tiny()
     for module in (model.embed, model.head, model):
         fsdp2.fully_shard(module, mesh=mesh_1d())
@@ -414,7 +414,7 @@ def test_a_module_that_has_parameters_of_its_own_is_taken_over():
     assert sorted(gathers(forward)) == sorted(BLOCKS + ROOT)
 
 
-def test_a_mesh_with_nothing_to_shard_over_replicates():
+def test_a_mesh_with_one_shard_replicates():
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     recorder = compiled(shard(Tiny(), mesh))
     assert gathers(recorder.forward[0]) == gathers(recorder.backward[0]) == []
@@ -423,7 +423,7 @@ def test_a_mesh_with_nothing_to_shard_over_replicates():
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_dtensor_comes_out_on_a_mesh_that_was_made_before(earlier: bool):
+def test_a_dtensor_result_is_on_the_users_mesh(earlier: bool):
     """If an equal mesh was created earlier, torch 2.13 uses it for the output, and only the tangents refer to it."""
     for _ in range(1 + earlier):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

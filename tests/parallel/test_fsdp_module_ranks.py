@@ -259,18 +259,18 @@ def outcomes() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trainers_calls_do_what_they_do_with_fsdp2(outcomes: list[dict[str, Any]], case: str):
+def test_calls_of_trainers_have_the_same_effect_as_with_fsdp2(outcomes: list[dict[str, Any]], case: str):
     for outcome in outcomes:
         assert outcome[case]["losses"] < 1e-5
         assert outcome[case]["grads"] < 1e-5
 
 
-def test_an_adopted_module_is_one_of_fsdp2s(outcomes: list[dict[str, Any]]):
+def test_an_adopted_module_is_an_instance_of_fsdpmodule(outcomes: list[dict[str, Any]]):
     for outcome in outcomes:
         assert outcome["slice"] is nn.Sequential
         assert outcome["is one"] == [True, True, True, False]
 
 
-def test_a_head_is_gathered_once_for_its_parts_and_its_gradients_reduced_once(outcomes: list[dict[str, Any]]):
+def test_a_chunked_heads_parameters_are_gathered_once_and_its_gradients_reduced_once(outcomes: list[dict[str, Any]]):
     for outcome in outcomes:
         assert outcome["chunked head"]["counts"] == ((2, 2), (2, 2))

@@ -94,7 +94,7 @@ def replace_a_module(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [turn_dropout_off, add_a_hook, replace_a_module])
-def test_dynamo_still_notices(change: Callable[[nn.Module], None]):
+def test_dynamo_recompiles_after_changes_of_modules(change: Callable[[nn.Module], None]):
     module = model()
     step, counting = trusting(module)
     before = step()
@@ -125,7 +125,7 @@ def replicate(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "named"), [(freeze, "requires_grad=False"), (convert, "torch.float64"), (replicate, "Replicate()")]
 )
-def test_a_parameter_that_is_another_is_refused(change: Callable[[nn.Module], None], named: str):
+def test_a_step_refuses_a_parameter_of_another_kind(change: Callable[[nn.Module], None], named: str):
     module = model()
     step, counting = trusting(module)
     change(module)
@@ -135,7 +135,7 @@ def test_a_parameter_that_is_another_is_refused(change: Callable[[nn.Module], No
     assert counting.graphs == 1
 
 
-def test_a_step_compiled_again_takes_it():
+def test_a_step_compiled_again_accepts_the_changed_parameter():
     module = model()
     step, counting = trusting(module)
     freeze(module)
@@ -146,7 +146,7 @@ def test_a_step_compiled_again_takes_it():
     assert counting.graphs == 2
 
 
-def test_without_it_dynamo_compiles_again():
+def test_without_trust_modules_dynamo_recompiles():
     module, counting = model(), Counting()
     compiled = torch.compile(module, backend=counting)
     for _ in range(3):

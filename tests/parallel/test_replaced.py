@@ -42,11 +42,11 @@ def test_an_optimizer_of_parameters_that_were_replaced_warns_once(model: nn.Modu
     assert "create the optimizer after overlapc.fully_shard" in text
 
 
-def test_an_optimizer_of_the_sharded_parameters_does_not(model: nn.Module) -> None:
+def test_an_optimizer_of_the_sharded_parameters_does_not_warn(model: nn.Module) -> None:
     assert warned(torch.optim.AdamW(sharded(model).parameters())) == []
 
 
-def test_a_replaced_parameter_that_trains_elsewhere_is_left_alone(model: nn.Module) -> None:
+def test_a_replaced_parameter_that_still_gets_gradients_does_not_warn(model: nn.Module) -> None:
     other = nn.Sequential(model[0])
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     weight = model[0].weight
@@ -57,7 +57,7 @@ def test_a_replaced_parameter_that_trains_elsewhere_is_left_alone(model: nn.Modu
     assert weight is not model[0].weight
 
 
-def test_a_compiled_optimizer_is_not_disturbed(model: nn.Module, fresh_dynamo: None) -> None:
+def test_a_compiled_optimizer_step_is_one_graph(model: nn.Module, fresh_dynamo: None) -> None:
     sharded(model)
     graphs = CompileCounter()
     plain = nn.Linear(4, 4)

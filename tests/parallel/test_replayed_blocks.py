@@ -176,7 +176,7 @@ CHANGES = [change_scale, evaluate, freeze, replace_forward, reduce_otherwise, re
 
 
 @pytest.mark.parametrize("change", [*CHANGES, remove_bias, hook, hook_within])
-def test_a_block_that_differs_is_traced(change):
+def test_a_block_that_differs_is_traced_itself(change):
     model = Model()
     if change is not reduce_otherwise and change is not freeze:
         change(model.layers[2])
@@ -187,7 +187,7 @@ def test_a_block_that_differs_is_traced(change):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_later_change_of_a_block_traced_as_another_is_seen(change):
+def test_a_later_change_of_a_block_that_was_not_traced_is_noticed(change):
     model = sharded(Model())
     x = torch.randn(2, DIM, requires_grad=True)
 
@@ -216,7 +216,7 @@ class Pairs(Model):
         return y
 
 
-def test_inputs_that_are_one_tensor_or_other_constants_are_told_apart():
+def test_repeated_inputs_and_different_constants_are_distinguished():
     once(sharded(Pairs(Shared)), 1)  # the third block as the first
 
 
@@ -232,7 +232,7 @@ class Modes(Model):
         return y
 
 
-def test_modes_around_a_block_are_told_apart():
+def test_modes_around_a_block_are_distinguished():
     once(sharded(Modes()), 1)  # the fourth block, which runs in the modes of the first
 
 
@@ -326,7 +326,7 @@ class Around(Model):
 
 
 @pytest.mark.parametrize("block", [Counting, Listing, Identity, View, Breaking, Selective])
-def test_blocks_that_do_more_than_compute_are_traced_each(block):
+def test_blocks_with_side_effects_are_each_traced(block):
     once(sharded(Model(block)), 0, calls=2)
 
 
@@ -335,7 +335,7 @@ def test_checkpoints_in_equal_blocks_are_traced_once():
 
 
 @pytest.mark.parametrize("model", [lambda: Lists(Appending), Around])
-def test_models_that_hand_lists_to_blocks_or_call_them_in_checkpoints_trace_each(model):
+def test_blocks_that_get_lists_or_are_called_in_checkpoints_are_each_traced(model):
     once(sharded(model()), 0)
 
 
@@ -354,7 +354,7 @@ class Unpacking(Model):
         return total
 
 
-def test_blocks_that_return_several_tensors():
+def test_blocks_that_return_several_tensors_are_traced_once():
     once(sharded(Unpacking(Several)), 3)
 
 
@@ -365,11 +365,11 @@ class Twice(Model):
         return x
 
 
-def test_blocks_that_are_called_twice():
+def test_blocks_that_are_called_twice_are_traced_once():
     once(sharded(Twice()), 7)
 
 
-def test_blocks_that_share_a_parameter():
+def test_blocks_that_share_a_parameter_are_traced_once():
     model = Model()
     model.layers[3].norm = model.layers[2].norm
     once(sharded(model), 3)
@@ -384,7 +384,7 @@ class TwoNorms(Block):
         return self.other(self.up(self.norm(x)))
 
 
-def test_a_block_that_holds_one_parameter_twice_stands_for_no_other():
+def test_a_block_with_one_parameter_twice_replaces_no_other_block():
     model = Model(TwoNorms)
     model.layers[0].other.weight = model.layers[0].norm.weight
     once(sharded(model), 2)
@@ -404,7 +404,7 @@ class Tables(Block):
         return self.up(x * TABLE) + self.table
 
 
-def test_a_block_that_holds_a_global_tensor_stands_for_no_other():
+def test_a_block_with_a_global_tensor_replaces_no_other_block():
     model = Model(Tables)
     model.layers[0].table = TABLE
     once(sharded(model), 2)
@@ -415,7 +415,7 @@ class Probing(Block):
         return self.up(x) * (2.0 if hasattr(self, "extra") else 1.0)
 
 
-def test_whether_a_block_has_an_attribute_is_seen():
+def test_an_attribute_that_only_one_block_has_is_noticed():
     model = sharded(Model(Probing))
     model.layers[2].extra = True
     once(model, 2)
@@ -444,5 +444,5 @@ class Reading(Block):
         return self.up(x) * (1.0 + MEMORY.at)
 
 
-def test_what_is_stored_between_blocks_is_seen():
+def test_values_stored_between_blocks_are_noticed():
     once(sharded(Remembering(Reading)), 0)

@@ -53,7 +53,7 @@ def test_the_default_pipeline_hides_what_can_be_hidden():
     assert result.after.step_ns == result.after.lower_bound_ns
 
 
-def test_none_runs_no_pass():
+def test_an_empty_list_of_passes_runs_no_pass():
     schedule = parse(STEP)
     result = run_pipeline(schedule, Context(passes=()))
     assert result.schedule is schedule
@@ -61,13 +61,13 @@ def test_none_runs_no_pass():
     assert {record.limit for record in result.collectives} == {"no pass looked at it"}
 
 
-def test_a_collective_that_nobody_can_estimate_is_never_called_hidden():
+def test_a_collective_without_an_estimate_is_never_reported_as_hidden():
     result = run_pipeline(parse("a = all_gather(p) @dp; w = wait(a); y = kernel(w) : 0B 5us"), Context(passes=()))
     assert result.after.unknown == ("a",)
     assert (result.collectives[0].estimate_ns, result.collectives[0].limit) == (None, "no estimate")
 
 
-def test_callables_run_in_their_place():
+def test_callables_run_in_their_position_among_names():
     result = run_pipeline(parse(STEP), Context(passes=(renaming, "sink_waits")))
     assert [report.name for report in result.reports] == ["mine", "sink_waits"]
     assert result.reports[0].reasons == {"ag0": "I said so"}
@@ -79,7 +79,7 @@ def test_a_broken_pass_is_caught_and_named():
     run_pipeline(parse("a = kernel(x); b = kernel(x)"), Context(passes=(reversing,)))
 
 
-def test_an_order_that_is_none_names_the_pass_that_made_it():
+def test_an_incomplete_order_is_an_error_that_names_the_pass():
     def dropping(schedule, ctx):
         return schedule.replace_order(order_of(schedule)[1:]), PassReport("dropping")
 
@@ -87,7 +87,7 @@ def test_an_order_that_is_none_names_the_pass_that_made_it():
         run_pipeline(parse(STEP), Context(passes=(dropping,)))
 
 
-def test_what_is_no_pass_says_what_one_is():
+def test_values_that_are_not_passes_are_an_error_that_says_what_a_pass_is():
     with pytest.raises(ConfigError, match=r"passes: int is not a pass .*a pass is a function \(Schedule, Context\)"):
         select(("sink_waits", 3))
     with pytest.raises(ConfigError, match=r"passes: len is not a pass"):
@@ -100,7 +100,7 @@ def test_what_is_no_pass_says_what_one_is():
         run_pipeline(parse(STEP), Context(passes=(forgetful,)))
 
 
-def test_a_pass_is_found_by_where_it_lies():
+def test_a_pass_is_found_by_module_and_name():
     ((name, found),) = select(("tests.passes.test_base:renaming",))
     assert (name, found.__name__, found.__module__) == ("renaming", "renaming", "tests.passes.test_base")
     with pytest.raises(ConfigError, match=r"cannot import tests.passes.test_base:nowhere: .*PYTHONPATH"):
@@ -119,7 +119,7 @@ def test_names_are_registered_once():
         register_pass("sink_waits")(renaming)
 
 
-def test_a_budget_that_nothing_fits():
+def test_a_budget_that_no_order_fits_is_an_error():
     with pytest.raises(MemoryBudgetError, match="memory_budget leaves 30B, and the graph needs"):
         run_pipeline(parse(STEP), Context(budget_bytes=30))
     with pytest.raises(MemoryBudgetError):

@@ -27,7 +27,7 @@ def stopped(text: str, stop_after: str) -> list[str]:
     return order_of(run_pipeline(parse(text), ctx).schedule)
 
 
-def test_passes_behind_it_do_not_run():
+def test_passes_after_stop_after_do_not_run():
     result = run_pipeline(parse(STEP), Context(stop_after="plan_overlap"))
     assert [report.name for report in result.reports] == ["bucket", "plan_overlap"]
 
@@ -44,7 +44,7 @@ def test_stopping_after_a_default_pass_runs_it_and_those_before_it_once_each(nam
     assert order_of(result.schedule) == order_of(run_pipeline(parse(STEP), Context(passes=names)).schedule)
 
 
-def test_moves_are_taken_one_by_one():
+def test_moves_of_a_plan_are_made_one_by_one():
     whole = stopped(STEP, "plan_overlap")
     assert whole == ["ag", "k", "rs", "w", "y", "s"]
     assert stopped(STEP, "plan_overlap:0") == order_of(parse(STEP))
@@ -71,7 +71,7 @@ def test_starts_are_raised_one_by_one(moves, moved):
     assert list(run_pipeline(parse(TWO_TO_MOVE), ctx).reports[0].moves) == moved
 
 
-def test_a_move_that_does_not_pay_alone_can_be_looked_at():
+def test_a_move_that_would_be_undone_is_kept_when_stopping_after_it():
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "a = all_gather(p) @dp : 1B 10ns; w = wait(a); h = kernel(x) : 1B 100ns; y = kernel(h, w) : 1B"
     ctx = Context(profile=profile, passes=("sink_under_memory",), stop_after="sink_under_memory:1")
@@ -79,7 +79,7 @@ def test_a_move_that_does_not_pay_alone_can_be_looked_at():
 
 
 @pytest.mark.parametrize("stop", [":3", "plan_overlap:", "plan_overlap:x", ""])
-def test_what_is_no_place_to_stop_is_said(stop):
+def test_a_malformed_stop_after_is_an_error(stop):
     if stop:
         with pytest.raises(ConfigError, match=re.escape(f"stop_after='{stop}' is neither PASS nor PASS:MOVES")):
             stopped(LAYER, stop)
@@ -103,7 +103,7 @@ def test_a_margin_below_the_estimate_is_refused():
     st.integers(0, 15),
 )
 @settings(max_examples=200, deadline=None)
-def test_every_part_of_a_pass_is_a_legal_order(schedule, name, moves):
+def test_stopping_anywhere_within_a_pass_gives_a_valid_order(schedule, name, moves):
     ctx = Context(reorder_collectives=True, stop_after=f"{name}:{moves}", passes=("plan_overlap", name))
     result = run_pipeline(schedule, ctx)
     verify(result.schedule, "test", reference=schedule, may_reorder_collectives=True)

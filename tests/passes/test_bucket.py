@@ -38,13 +38,13 @@ def test_reductions_of_a_module_start_as_one_where_the_last_did():
 
 
 @pytest.mark.parametrize("other", ["@tp(2) dtype=bf16 unit=m", "@dp(2) dtype=bf16 unit=n", "@dp(2) dtype=bf16"])
-def test_another_group_or_module_stays_apart(other):
+def test_collectives_of_another_group_or_module_are_not_merged(other):
     text = LAYER.replace("all_gather(d) @dp(2) dtype=bf16 unit=m", f"all_gather(d) {other}")
     moved, _ = bucketed(text)
     assert "b" in order_of(moved)
 
 
-def test_dtypes_join_but_for_those_of_all_reduces():
+def test_different_dtypes_are_merged_except_in_all_reduces():
     moved, _ = bucketed(LAYER.replace("all_gather(d) @dp(2) dtype=bf16", "all_gather(d) @dp(2) dtype=fp32"))
     assert moved.node("a+1").comm.dtype == "mixed"
     text = """
@@ -58,7 +58,7 @@ def test_dtypes_join_but_for_those_of_all_reduces():
     assert [node.name for node in bucketed(text.format("all_reduce", "fp32"))[0].starts()] == ["r", "t"]
 
 
-def test_what_another_module_stands_between_stays_apart():
+def test_collectives_with_another_module_between_them_are_not_merged():
     """For example, the embedding and the head belong to the root module, but are needed at opposite ends of a step."""
     text = """
         a = all_gather(p) @dp unit=root : 8B 30us; u = wait(a); y = kernel(u) : 0B 500us
@@ -70,7 +70,7 @@ def test_what_another_module_stands_between_stays_apart():
     assert reasons == {}
 
 
-def test_what_writes_in_place_is_not_merged():
+def test_collectives_that_write_in_place_are_not_merged():
     text = """
         a = all_gather(p) @dp unit=m : 8B 30us; b = all_gather(q) @dp unit=m mutates=o : =o 30us
         u = wait(a); v = wait(b); y = kernel(u, v) : 0B 500us
@@ -94,7 +94,7 @@ def test_a_collective_of_a_kind_without_a_row_is_not_merged():
 @pytest.mark.parametrize(
     "other", ["comm:gather(d) @dp(2) safe=yes collective=all_gather unit=m", "all_gather(d)"], ids=["waits", "nowhere"]
 )
-def test_what_waits_for_itself_or_goes_nobody_knows_where_is_not_merged(other):
+def test_blocking_collectives_and_those_without_a_group_are_not_merged(other):
     text = LAYER.replace("all_gather(d) @dp(2) dtype=bf16 unit=m", other)
     assert "a" in order_of(
         bucketed(text if "all_gather(d)" in other else text.replace("v = wait(b)", "v = view(b)"))[0]
@@ -113,7 +113,7 @@ def test_a_step_that_would_be_slower_is_left_alone():
     assert reasons == {"a": "undone: the simulated step became longer", "c": "undone: the simulated step became longer"}
 
 
-def test_what_has_to_come_after_a_member_comes_after_its_bucket():
+def test_a_node_that_must_follow_a_member_follows_its_bucket():
     moved, _ = bucketed("""
         r = reduce_scatter(x) @dp unit=m : 0B 50us; c = all_reduce(x) @tp after=r : 0B 50us
         t = reduce_scatter(x) @dp unit=m : 0B 50us; k = kernel(x) : 0B 900us; s = wait(r); u = wait(t); v = wait(c)
@@ -122,7 +122,7 @@ def test_what_has_to_come_after_a_member_comes_after_its_bucket():
     assert moved.node("c").after == ("r+1",)
 
 
-def test_payloads_are_merged_by_who_made_them():
+def test_payloads_are_merged_by_the_given_function():
     schedule = parse(LAYER)
     schedule = replace(
         schedule, nodes=tuple(replace(node, payload=node.name) if node.comm else node for node in schedule.nodes)

@@ -13,13 +13,13 @@ from tests.passes.buckets import LAYER, ROOMY, bucketed
     [(3, "30us", 10), (12, "30us", 12), (55, "30us", 30), (55, "", 55), (None, "30us", 10)],
     ids=["floor", "asked", "no-longer-than-one", "one-is-unknown", "nobody-knows"],
 )
-def test_latency_is_at_least_the_profiles_and_at_most_what_one_takes(asked_us, one, latency_us):
+def test_latency_is_between_the_profiles_floor_and_the_time_of_the_collective(asked_us, one, latency_us):
     node = parse(f"a = all_gather(p) @dp : 8B {one}; u = wait(a)").node("a")
     asked = None if asked_us is None else Estimate(asked_us * 1e3, "asked")
     assert BucketCost(replace(ROOMY, estimate=lambda node: asked), node).latency_ns == latency_us * 1e3
 
 
-def test_who_estimates_is_asked_about_buckets():
+def test_buckets_are_estimated_by_the_given_estimator():
     moved, _ = bucketed(LAYER, estimate=lambda node: Estimate(node.comm.bytes * 1e3, "asked"))
     assert moved.node("a+1").estimate == Estimate(16e3, "asked")
 

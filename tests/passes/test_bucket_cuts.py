@@ -40,7 +40,7 @@ def test_a_bucket_that_compute_hides_stays_whole():
     assert starts(bucketed(reductions(4, 50) + "\nlast = kernel(x) : 0B 900us")[0]) == ["r0+3"]
 
 
-def test_what_a_step_begins_with_is_cut_where_compute_runs_beside_the_rest():
+def test_the_first_bucket_is_cut_where_compute_hides_the_later_parts():
     """With one bucket, compute begins after 210us. Cut into four, compute begins after 60us and hides nearly all other
     gathers. If compute is short, a bucket of three (160us) and the last gather alone (60us) are best."""
     moved, reasons = bucketed(gathers(4, 50))
@@ -50,27 +50,27 @@ def test_what_a_step_begins_with_is_cut_where_compute_runs_beside_the_rest():
     assert starts(bucketed(gathers(4, 1))[0]) == ["ma0+3"]
 
 
-def test_what_a_step_ends_with_is_cut_and_each_part_leaves_where_it_is_made():
+def test_the_last_bucket_is_cut_and_each_part_starts_where_its_inputs_are_ready():
     moved, _ = bucketed(reductions(4, 50))
     assert starts(moved) == ["r0", "r1", "r2", "r3"]
     order = [node.name for node in moved.nodes]
     assert order.index("r0") < order.index("k1")
 
 
-def test_only_what_is_exposed_is_cut():
+def test_only_exposed_buckets_are_cut():
     """The first two kernels hide the other gathers of their module, and the whole module hides the second's bucket."""
     moved, _ = bucketed(gathers(4, 120) + "\n" + gathers(4, 120, "n"))
     assert starts(moved) == ["ma0", "ma1", "ma2+1", "na0+3"]
 
 
-def test_a_bucket_of_many_is_cut_at_some_places():
+def test_a_large_bucket_is_cut_at_a_limited_number_of_places():
     text = gathers(3 * MOST_PLACES, 50)
     moved, _ = bucketed(text, budget_bytes=10_000)
     assert 2 <= len(starts(moved)) <= MOST_PLACES
     assert simulate(in_order(moved, ROOMY), FLOOR).step_ns < 0.6 * simulate(parse(text), FLOOR).step_ns
 
 
-def test_replays_are_limited(monkeypatch):
+def test_large_schedules_are_not_cut(monkeypatch):
     monkeypatch.setattr(bucket_cuts, "MOST_NODES", 0)
     assert starts(bucketed(gathers(4, 50))[0]) == ["ma0+3"]
 

@@ -4,7 +4,7 @@ from tests.graphs import order_of
 from tests.passes.buckets import BACKWARD, LAYER, bucketed
 
 
-def test_a_gather_of_what_compute_made_begins_its_own_bucket():
+def test_a_gather_of_a_computed_input_begins_its_own_bucket():
     moved, reasons = bucketed(LAYER.replace("d = kernel(q) : 0B 1us", "d = kernel(y) : 0B 500us"))
     assert "b" in order_of(moved)
     assert reasons["b"] == "data dependence on d"
@@ -17,7 +17,7 @@ def test_a_gather_of_what_compute_made_begins_its_own_bucket():
         ("f = kernel(q) : 0B 20us; c = kernel(f) : 0B 10us; d = view(c); e = view(c)", False),
     ],
 )
-def test_a_quarter_of_a_gathers_time_may_come_along(casts, joins):
+def test_compute_of_up_to_a_quarter_of_a_gathers_time_may_move_with_it(casts, joins):
     text = f"""
         a = all_gather(p) @dp unit=m : 8B 100us; k = kernel(x) : 0B 900us
         {casts}; b, bb = all_gather(d, e) @dp unit=m : 8B, 8B 100us; u = wait(a); v = wait(b); w = wait(bb)
@@ -26,7 +26,7 @@ def test_a_quarter_of_a_gathers_time_may_come_along(casts, joins):
     assert [node.name for node in bucketed(text)[0].starts()] == (["a+1"] if joins else ["a", "b"])
 
 
-def test_what_came_along_once_is_free_for_the_next():
+def test_compute_that_already_moved_costs_the_next_member_nothing():
     text = """
         a = all_gather(p) @dp unit=m : 8B 100us; k = kernel(x) : 0B 900us
         c = kernel(q) : 0B 20us; b = all_gather(c) @dp unit=m : 8B 100us
@@ -45,7 +45,7 @@ def test_what_came_along_once_is_free_for_the_next():
     ],
     ids=["before", "gathered", "swapped"],
 )
-def test_what_comes_along_is_compute_that_was_not_there_yet(made, joins):
+def test_only_compute_that_is_not_before_the_bucket_moves_with_it(made, joins):
     text = f"""
         {made.format("a = all_gather(p) @dp unit=m : 8B 100us; k = kernel(x) : 0B 900us;")}
         b = all_gather(c) @dp unit=m : 8B 100us; u = wait(a); v = wait(b); y = kernel(u, v, k) : 0B 500us
@@ -67,7 +67,7 @@ def test_a_barrier_keeps_both_sides_apart():
     assert {"a", "b"} <= set(order_of(moved))
 
 
-def test_collectives_pass_others_of_their_group_only_where_that_is_allowed():
+def test_collectives_pass_others_of_their_group_only_with_reorder_collectives():
     assert [node.name for node in bucketed(BACKWARD)[0].starts()] == ["a+1", "r+1"]
     moved, _ = bucketed(BACKWARD, reorder_collectives=False)
     assert [node.name for node in moved.starts()] == ["a", "r", "b", "t"]
@@ -80,14 +80,14 @@ SIDE_BY_SIDE = """
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
-def test_without_leave_to_pass_others_those_of_other_groups_are_no_hindrance(collective):
+def test_without_reorder_collectives_other_groups_do_not_prevent_a_bucket(collective):
     other_group, same_group = SIDE_BY_SIDE.format(collective, "tp"), SIDE_BY_SIDE.format(collective, "dp")
     assert "a+1" in order_of(bucketed(other_group, reorder_collectives=False)[0])
     assert "a" in order_of(bucketed(same_group, reorder_collectives=False)[0])
     assert "a+1" in order_of(bucketed(same_group)[0])
 
 
-def test_no_start_goes_behind_a_reduction_without_leave_to_pass_others():
+def test_without_reorder_collectives_no_start_moves_behind_another_reduction():
     """Moving `r` later would also move `c`, which reduces its result, past `q` on the queue of `c` and `q`."""
     text = """
         g = kernel(x) : 4B 5us; r = reduce_scatter(g) @dp unit=m : 2B 30us; s = wait(r)

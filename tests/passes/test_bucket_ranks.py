@@ -132,7 +132,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, An
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=["fsdp-fp32", "fsdp-bf16", "hsdp"])
-def test_buckets_change_no_bit_and_launch_less(outcomes, number):
+def test_buckets_change_no_bit_and_need_fewer_launches(outcomes, number):
     for outcome in outcomes:
         with_buckets, without = outcome[number]["bucket"], outcome[number]["none"]
         assert torch.equal(with_buckets["loss"], without["loss"])
@@ -157,7 +157,7 @@ def check_precisions(outcomes: Sequence[dict[str, dict[str, Any]]]) -> None:
             assert torch.equal(with_buckets["grads"][name], grad), name
 
 
-def test_packing_changes_no_bit_and_launches_less(outcomes):
+def test_packing_changes_no_bit_and_needs_fewer_launches(outcomes):
     for outcome in outcomes:
         packed, apart = outcome[-1]["packed"], outcome[-1]["apart"]
         assert packed["collectives"] < apart["collectives"] / 2

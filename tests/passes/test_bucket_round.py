@@ -6,7 +6,7 @@ from tests.graphs import peak
 from tests.passes.buckets import bucketed, passes_of, units
 
 
-def test_modules_that_are_nothing_but_latency_share_a_bucket():
+def test_modules_whose_gathers_are_mostly_latency_share_a_bucket():
     latency, _ = bucketed(units(11))
     assert [node.name for node in latency.starts()] == ["a0+3"]
     some, _ = bucketed(units(16))
@@ -15,7 +15,7 @@ def test_modules_that_are_nothing_but_latency_share_a_bucket():
     assert [node.name for node in enough.starts()] == ["a0", "a1", "a2", "a3"]
 
 
-def test_latency_is_that_of_the_group():
+def test_the_latency_is_that_of_the_process_group():
     """In a large group, the latency grows with the number of ranks: there, 60 us are mostly latency."""
 
     def slow_start(node):
@@ -35,7 +35,7 @@ def test_modules_are_joined_only_where_that_is_faster():
     assert [node.name for node in moved.starts()] == ["a", "b"]
 
 
-def test_modules_are_not_joined_where_each_for_itself_is_faster():
+def test_modules_are_not_joined_where_separate_buckets_are_faster():
     """Joined, they take 14us, and both kernels run afterwards. Apart, the first kernel begins after 12us and overlaps
     the second bucket."""
     moved, _ = bucketed(passes_of((11, 11), (11, 5)))
@@ -57,7 +57,7 @@ def test_modules_are_not_joined_where_each_for_itself_is_faster():
     ],
     ids=["covered", "long", "first-covered"],
 )
-def test_only_modules_that_are_latency_and_that_nothing_covers_are_joined(text):
+def test_only_exposed_modules_that_are_mostly_latency_are_joined(text):
     moved, _ = bucketed(text)
     assert [node.name for node in moved.starts()] == ["a0", "a1"]
 

@@ -23,7 +23,7 @@ def test_ready_compute_fills_a_collectives_time():
     )
 
 
-def test_what_leads_to_a_collective_goes_first():
+def test_compute_that_a_collective_needs_goes_first():
     """`g`, a weight gradient, feeds the reduction; `b` feeds no collective. So `g` goes first."""
     schedule = parse("""
         b = kernel(x) : 0B 50us; c = kernel(b) : 0B 50us
@@ -34,7 +34,7 @@ def test_what_leads_to_a_collective_goes_first():
     assert simulate(moved).exposed_ns == 0
 
 
-def test_the_sooner_a_collective_the_sooner_its_compute():
+def test_compute_is_ordered_by_the_order_of_its_collectives():
     schedule = parse("""
         a = kernel(x) : 0B 10us; b = kernel(x) : 0B 10us; r1 = reduce_scatter(b) @dp : 0B 30us
         r2 = reduce_scatter(a) @dp : 0B 30us; c = kernel(x) : 0B 50us; s = wait(r1); t = wait(r2)
@@ -51,7 +51,7 @@ def test_a_wait_comes_as_soon_as_its_collective_is_done():
     assert order_of(fill_collectives(schedule, Context())[0]) == ["a", "rs", "b", "s", "y", "c"]
 
 
-def test_a_schedule_that_is_full_comes_back_without_reasons():
+def test_a_schedule_without_idle_time_is_returned_unchanged():
     schedule = parse(
         "a = kernel(x) : 0B 50us; rs = reduce_scatter(a) @dp : 0B 40us; b = kernel(x) : 0B 50us; s = wait(rs)"
     )
@@ -60,7 +60,7 @@ def test_a_schedule_that_is_full_comes_back_without_reasons():
     assert report.reasons == report.moves == {}
 
 
-def test_what_simulates_slower_is_undone():
+def test_an_order_that_simulates_slower_is_undone():
     """The scatter would go first, and the kernel that overlaps it would take three times as long."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "rs = reduce_scatter(g) @dp : 0B 10us; s = wait(rs); y = kernel(s) : 0B 9us; b = kernel(x) : 0B 100us"
@@ -69,7 +69,7 @@ def test_what_simulates_slower_is_undone():
     )
 
 
-def test_what_exceeds_memory_is_undone():
+def test_an_order_that_exceeds_memory_is_undone():
     text = """
         a = kernel(x) : 4B 50us; rs = reduce_scatter(a) @dp : 2B 40us; s = wait(rs); y = kernel(s, a) : 1B 9us
         b = kernel(x) : 8B 50us
@@ -84,7 +84,7 @@ def test_what_exceeds_memory_is_undone():
 HELD = DeviceProfile("held", collectives_wait_for_kernels=True)
 
 
-def test_the_shortest_kernel_comes_first_where_a_collective_stands_behind_it():
+def test_the_shortest_kernel_comes_first_where_collectives_wait_for_kernels():
     """After `b` the collective would begin 50us later, after `c` only 5us."""
     check_pass(
         fill_collectives,
@@ -101,7 +101,7 @@ def test_the_shortest_kernel_comes_first_where_a_collective_stands_behind_it():
     )
 
 
-def test_what_is_kept_runs_when_memory_runs_out():
+def test_saved_kernels_run_when_memory_runs_out():
     """`c` frees 8 bytes, without which `r` does not fit, so `c` cannot be saved for the wait; `d` can."""
     schedule = parse("""
         g = input freeable : 8B; a = kernel(x) : 0B 9us; c = kernel(g) : 0B 20us; d = kernel(x) : 0B 20us

@@ -27,14 +27,14 @@ def moved(node: str, distance: int, most: int = 9, ctx: Context = Context()) -> 
     return names_of(order)
 
 
-def test_what_a_node_needs_comes_along_and_what_needs_it():
+def test_the_nodes_that_a_node_depends_on_move_with_it():
     assert moved("ag", -2) == ["c", "ag", "k", "w", "v", "y", "u"]
     assert moved("w", -3) == ["c", "ag", "w", "k", "v", "y", "u"]
     assert moved("k", 3) == ["c", "ag", "w", "k", "v", "y", "u"]
     assert moved("c", 4) is None  # the nodes after it need it
 
 
-def test_no_move_leads_past_an_end_or_takes_along_too_many_or_what_takes_nobody_knows_how_long():
+def test_impossible_and_too_large_moves_and_moves_of_unknown_length_are_none():
     assert moved("k", -1) is None
     assert moved("ag", -2, most=1) is None
     assert moved("u", -1) is None
@@ -42,7 +42,7 @@ def test_no_move_leads_past_an_end_or_takes_along_too_many_or_what_takes_nobody_
 
 @given(schedules(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_any_moves_are_legal_and_cost_what_is_said(schedule, data):
+def test_any_moves_are_valid_and_have_the_predicted_cost(schedule, data):
     ctx = Context(reorder_collectives=data.draw(st.booleans()), check_memory=True)
     order = Order(schedule, ctx, [schedule])
     for _ in range(8):

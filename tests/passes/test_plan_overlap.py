@@ -29,7 +29,7 @@ STEP = """
 """
 
 
-def test_a_gather_goes_ahead_of_a_reduction_that_nobody_waits_for():
+def test_a_gather_goes_ahead_of_a_reduction_that_is_not_urgent():
     check_pass(
         plan_overlap,
         before=STEP,
@@ -65,7 +65,7 @@ def test_the_margin_says_how_far_ahead_a_gather_starts(margin, behind):
     assert (order_of(moved)[before - 1] if before else None) == behind
 
 
-def test_gathers_make_room_for_those_that_are_needed_after_them():
+def test_gathers_start_early_enough_to_leave_time_for_later_ones():
     """Each alone could start one kernel earlier, but the queue runs them one after the other."""
     moved, _ = planned("""
         a = kernel(x) : 0B 100us; b = kernel(a) : 0B 100us
@@ -76,7 +76,7 @@ def test_gathers_make_room_for_those_that_are_needed_after_them():
     assert simulate(moved).exposed_ns == 0
 
 
-def test_what_is_needed_sooner_starts_sooner_whatever_the_order_was():
+def test_the_gather_that_is_needed_first_starts_first():
     moved, _ = planned("""
         g = all_gather(p) @dp : 8B 50us; h = all_gather(q) @dp : 8B 50us; a = kernel(x) : 0B 50us
         v = wait(h); y = kernel(v, a) : 0B 50us; u = wait(g); z = kernel(u, y) : 0B 50us
@@ -85,7 +85,7 @@ def test_what_is_needed_sooner_starts_sooner_whatever_the_order_was():
     assert simulate(moved).exposed_ns == 0
 
 
-def test_needed_is_when_somebody_reads_not_when_the_wait_stands():
+def test_a_gather_is_needed_at_its_first_reader_not_at_its_wait():
     moved, _ = planned("""
         g = all_gather(p) @dp : 8B 50us; u = wait(g); h = all_gather(q) @dp : 8B 50us; v = wait(h)
         a = kernel(x) : 0B 50us; y = kernel(v, a) : 0B 50us; z = kernel(u, y) : 0B 50us
@@ -93,7 +93,7 @@ def test_needed_is_when_somebody_reads_not_when_the_wait_stands():
     assert [node.name for node in moved.starts()] == ["h", "g"]
 
 
-def test_casts_and_views_come_along_and_compute_does_not():
+def test_casts_and_views_move_with_a_gather_and_compute_does_not():
     text = "a = kernel(x) : 0B 100us; c = {} : 0B {}us; g = all_gather(c) @dp : 8B 80us; w = wait(g); y = kernel(a, w)"
     assert order_of(planned(text.format("kernel(p)", 5))[0])[:2] == ["c", "g"]
     assert order_of(planned(text.format("kernel(p)", 60))[0])[0] == "a"
@@ -113,7 +113,7 @@ def test_memory_holds_a_gather_back_until_there_is_room():
     assert reasons["ag"] == "start of schedule"  # it is already late when there is room
 
 
-def test_a_gather_goes_ahead_of_what_would_still_be_running_when_it_has_to_start():
+def test_a_gather_goes_ahead_of_a_reduction_that_would_delay_it():
     moved, _ = planned("""
         k = kernel(x) : 0B 90us; rs = reduce_scatter(k) @dp : 0B 200us; s = wait(rs); m = kernel(k) : 0B 100us
         ag = all_gather(p) @dp : 8B 60us; w = wait(ag); y = kernel(m, w) : 0B 300us; return s
@@ -157,7 +157,7 @@ def test_gathers_of_the_next_layer_go_ahead_of_this_layers_reduction():
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())
-def test_range_maxima(values, data):
+def test_range_maxima_are_those_of_the_slice(values, data):
     low = data.draw(st.integers(0, len(values) - 1))
     high = data.draw(st.integers(low + 1, len(values)))
     assert RangeMax(values).most(low, high) == max(values[low:high])

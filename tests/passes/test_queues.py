@@ -33,7 +33,7 @@ def test_a_collective_goes_ahead_of_the_one_before_it(first, after):
     assert queue(queues) == [0, 1, 2, 3]
 
 
-def test_collectives_begin_behind_the_kernel_that_runs():
+def test_collectives_begin_after_the_running_kernel():
     """The expected delay is an average over time, nine tenths of which the long kernel takes."""
     held = DeviceProfile("held", collectives_wait_for_kernels=True)
     for text, delay_ns in ((FOUR, 0.0), (FOUR + "; a = kernel(x) : 0B 1us; b = kernel(x) : 0B 9us", 8200.0)):

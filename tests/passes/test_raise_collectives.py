@@ -16,7 +16,7 @@ def test_a_start_moves_to_the_beginning():
     )
 
 
-def test_each_reason():
+def test_each_rule_has_its_reason():
     report = check_pass(
         raise_collectives,
         before="""
@@ -66,7 +66,7 @@ def test_views_that_no_collective_needs_stay():
     assert raise_collectives(parse(text), Context())[0] == parse(text)
 
 
-def test_what_simulates_slower_is_undone():
+def test_an_order_that_simulates_slower_is_undone():
     """Overlapped, the gather takes 20 ns, in which the kernel does 7 ns of its work: 113 ns in total instead of 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "h = kernel(x) : 1B 100ns; a = all_gather(p) @dp : 1B 10ns; w = wait(a); y = kernel(h, w) : 1B"
@@ -75,7 +75,7 @@ def test_what_simulates_slower_is_undone():
     )
 
 
-def test_more_memory_than_the_limit_undoes_it():
+def test_an_order_that_exceeds_memory_is_undone():
     text = "h = kernel() : 8B; k = kernel() : 1B; ag0 = all_gather(p) @dp : 4B; w0 = wait(ag0); y = kernel(w0)"
     check_pass(raise_collectives, text, text, {"ag0": "peak memory"}, Context(budget_bytes=11))
 

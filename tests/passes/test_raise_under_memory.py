@@ -117,7 +117,7 @@ def test_the_order_of_the_group_stops_a_start():
     )
 
 
-def test_no_use_in_starting_while_the_queue_is_busy():
+def test_a_start_does_not_move_to_where_its_queue_is_busy():
     check_pass(
         raise_under_memory,
         before="""
@@ -154,7 +154,7 @@ def test_unknown_communication_stops_a_start():
     )
 
 
-def test_communication_that_is_vouched_for_is_like_compute():
+def test_safe_blocking_communication_is_passed_like_compute():
     """A blocking collective marked safe does not move itself, but gathers of other groups pass it."""
     check_pass(
         raise_under_memory,
@@ -178,7 +178,7 @@ def test_a_weak_edge_stops_a_start():
     )
 
 
-def test_work_that_covers_another_collective_is_not_taken_away():
+def test_work_that_hides_another_collective_does_not_move():
     """ag needs the cast c, which is the only node that hides t: raising both before t would expose t."""
     report = check_pass(
         raise_under_memory,

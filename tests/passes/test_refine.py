@@ -15,7 +15,7 @@ from tests.graphs import check_kept, check_pass, order_of, schedules
 FREE = Context(reorder_collectives=True)
 
 
-def test_compute_from_behind_a_wait_goes_before_it():
+def test_compute_after_a_wait_moves_before_it():
     check_pass(
         refine,
         before="""
@@ -29,7 +29,7 @@ def test_compute_from_behind_a_wait_goes_before_it():
     )
 
 
-def test_compute_from_before_a_start_goes_behind_it():
+def test_compute_before_a_start_moves_after_it():
     schedule = parse("""
         a = kernel(x) : 0B 9us; b = kernel(x) : 0B 9us; rs = reduce_scatter(a) @dp : 0B 9us; s = wait(rs)
         y = kernel(s, b) : 0B 9us
@@ -45,7 +45,7 @@ GATHER = """
 """
 
 
-def test_what_a_start_needs_moves_with_it():
+def test_nodes_that_a_start_needs_move_with_it():
     moved, report = refine(parse(GATHER.format("1us")), Context())
     assert order_of(moved) == ["c", "ag", "k", "w", "y"]
     assert report.reasons["ag"] == "data dependence on c"
@@ -71,7 +71,7 @@ def test_a_start_passes_another_of_its_group_only_where_that_is_allowed():
     assert FREE.timeline(free).step_ns < FREE.timeline(kept).step_ns
 
 
-def test_memory_is_a_limit():
+def test_compute_moves_only_within_the_memory_limit():
     """Overlapping the scatter, the 8 bytes of `b` are alive in addition to those of `a`; `c` needs no memory."""
     schedule = parse("""
         a = kernel(x) : 8B 9us; rs = reduce_scatter(a) @dp : 0B 9us; s = wait(rs); y = kernel(s) : 0B 9us
@@ -82,14 +82,14 @@ def test_memory_is_a_limit():
     assert roomy.index("b") < roomy.index("s")
 
 
-def test_nothing_to_gain_is_nothing_to_do():
+def test_a_schedule_that_cannot_gain_is_unchanged():
     schedule = parse("ag = all_gather(p) @dp : 0B 9us; k = kernel(x) : 0B 9us; w = wait(ag); y = kernel(w) : 0B 9us")
     moved, report = refine(schedule, Context())
     assert moved is schedule
     assert report.moves == report.reasons == {}
 
 
-def test_late_collectives_count_too():
+def test_late_collectives_count():
     """As estimated, the collective is hidden; in case it takes 1.5 times as long, `b` should overlap it, too."""
     schedule = parse("""
         a = kernel(x) : 0B 9us; rs = reduce_scatter(a) @dp : 0B 9us; c = kernel(x) : 0B 9us; s = wait(rs)
@@ -101,7 +101,7 @@ def test_late_collectives_count_too():
     assert order.index("rs") < order.index("b") < order.index("s")
 
 
-def test_what_helps_late_collectives_only_may_not_make_the_step_longer():
+def test_help_for_late_collectives_does_not_make_the_step_longer():
     """Overlapping the collective, `b` takes three times as long (18us more), which pays only if it is late."""
     schedule = parse("""
         a = kernel(x) : 0B 9us; rs = reduce_scatter(a) @dp : 0B 90us; c = kernel(x) : 0B 90us; s = wait(rs)
@@ -113,7 +113,7 @@ def test_what_helps_late_collectives_only_may_not_make_the_step_longer():
     assert ctx.timeline(moved).step_ns <= ctx.timeline(schedule).step_ns
 
 
-def test_without_collectives_there_is_nothing_to_do():
+def test_a_schedule_without_collectives_is_unchanged():
     for text in ("a = kernel(x) : 1B 9us; b = kernel(x) : 1B 9us", "p = input : 1B; return p"):
         schedule = parse(text)
         moved, report = refine(schedule, Context())
@@ -129,7 +129,7 @@ MOSTLY_IDLE = """
 
 
 @pytest.mark.parametrize(("heat", "covers"), [((), 1), (((700, 0.5), (1000, 1.0)), 2)], ids=["full-load", "idle"])
-def test_compute_covers_what_it_does_at_the_clock_that_the_step_leads_to(heat, covers):
+def test_compute_is_timed_at_the_clock_of_the_whole_step(heat, covers):
     schedule, profile = (
         parse(MOSTLY_IDLE),
         DeviceProfile("gpu", throttle={"matmul": ((1, 2.0),)}, clock_by_utilization=heat),
@@ -147,7 +147,7 @@ LAYERS = "h0 = kernel(x) : 0B 9us\n" + "\n".join(
 )
 
 
-def test_what_helps_one_layer_is_tried_on_all():
+def test_a_move_that_helps_one_layer_is_tried_on_all_layers():
     """Each gather moves before the previous layer, in far fewer replays than nodes times distances."""
     schedule = parse(LAYERS)
     moved, _ = refine(schedule, Context(effort=600))
@@ -176,6 +176,6 @@ def test_more_effort_and_more_moves_are_never_worse(schedule):
 
 @given(schedules())
 @settings(max_examples=20, deadline=None)
-def test_the_same_schedule_is_always_refined_alike(schedule):
+def test_the_same_schedule_is_always_refined_the_same_way(schedule):
     one, other = (refine(replace(schedule), FREE)[0] for _ in range(2))
     assert order_of(one) == order_of(other)

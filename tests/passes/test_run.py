@@ -70,7 +70,7 @@ def test_no_step_is_longer_with_more_effort(seed, share):
     assert steps_ns == sorted(steps_ns, reverse=True)
 
 
-def test_what_does_not_fit_as_it_is_laid_out_is_not_taken():
+def test_a_plan_whose_memory_layout_does_not_fit_is_not_used():
     """If the memory layout needs more than the live bytes (here 4 B more in plans with room), that peak is compared."""
 
     def peak_of(schedule: Schedule) -> int:
@@ -86,7 +86,7 @@ def test_what_does_not_fit_as_it_is_laid_out_is_not_taken():
         run_pipeline(schedule, replace(CTX, budget_bytes=least, peak_of=lambda schedule: least + 1))
 
 
-def test_what_is_dumped_and_stopped_within_a_budget_is_the_plan_that_is_taken():
+def test_dumps_and_stop_after_show_the_plan_that_is_used_within_a_budget():
     schedule = small_step(4)
     ctx = replace(CTX, budget_bytes=2 * analyze(schedule).peak_bytes)
     taken, dumped = run_pipeline(schedule, ctx), {}

@@ -66,7 +66,7 @@ def test_the_casts_in_front_of_a_bucket_are_one_launch() -> None:
     assert saved_ns == 2 * GAPS.kernel_gap_ns
 
 
-def test_work_adds_up_and_is_estimated_anew() -> None:
+def test_work_is_summed_and_estimated_again() -> None:
     text = CASTS.replace("kernel(p)", "kernel(p) read=8B write=4B").replace("kernel(q)", "kernel(q) read=6B write=3B")
     schedule = coded(text.replace("kernel(r)", "kernel(r) read=2B write=1B"))
     launch = shared(schedule, estimate=lambda node: Estimate(node.work.read_bytes * 100.0, "asked")).node("c+2")
@@ -76,7 +76,7 @@ def test_work_adds_up_and_is_estimated_anew() -> None:
     assert shared(schedule, estimate=lambda node: Estimate(1e6, "asked")).node("c+2").estimate == Estimate(5e3, "given")
 
 
-def test_what_another_node_waits_for_has_a_launch_of_its_own() -> None:
+def test_kernels_of_different_collectives_do_not_share_a_launch() -> None:
     schedule = coded("""
         c = kernel(p) : 4B 1us; d = kernel(q) : 4B 1us; a = all_gather(c) @dp(2) : 8B 30us
         b = all_gather(d) @dp(2) : 8B 30us; u = wait(a); v = wait(b); y = kernel(u, v) : 0B 5us
@@ -84,23 +84,23 @@ def test_what_another_node_waits_for_has_a_launch_of_its_own() -> None:
     assert shared(schedule) is schedule
 
 
-def test_kernels_that_stand_apart_stay_apart() -> None:
+def test_kernels_with_others_between_them_do_not_share_a_launch() -> None:
     schedule = coded(CASTS.replace("d = kernel", "m = extern:mm(x) : 0B 9us; d = kernel"))
     assert order_of(shared(schedule)) == ["w", "c", "m", "d+1", "a", "u", "y"]
 
 
-def test_other_kinds_stay_apart() -> None:
+def test_kernels_of_other_kinds_do_not_share_a_launch() -> None:
     assert order_of(shared(coded(CASTS, "d:other"))) == ["w", "d", "c+1", "a", "u", "y"]
     alone = coded(CASTS, "c:1 d:2 e:3")
     assert shared(alone) is alone
 
 
-def test_what_shares_its_launch_with_nobody_stays_alone() -> None:
+def test_kernels_without_a_kind_do_not_share_a_launch() -> None:
     schedule = coded(CASTS, "c: d: e:")
     assert shared(schedule) is schedule
 
 
-def test_an_overwriting_of_what_a_kernel_reads_is_not_overtaken() -> None:
+def test_a_kernel_does_not_pass_a_node_that_overwrites_its_input() -> None:
     schedule = coded("""
         c = kernel(p) : 4B 1us; n = kernel(p) mutates=p : =p 1us; d = kernel(q) : 4B 1us
         a = all_gather(c, d) @dp(2) : 8B 30us; u = wait(a); y = kernel(u, n) : 0B 5us
@@ -108,7 +108,7 @@ def test_an_overwriting_of_what_a_kernel_reads_is_not_overtaken() -> None:
     assert shared(schedule) is schedule
 
 
-def test_what_is_too_much_for_one_launch_is_halved() -> None:
+def test_a_group_that_is_too_large_for_one_launch_is_halved() -> None:
     names = "cdefg"
     schedule = coded(
         "; ".join(f"{name} = kernel(p) : 4B 1us" for name in names)
@@ -139,14 +139,14 @@ def test_a_launch_that_needs_too_much_memory_is_not_made() -> None:
     assert order_of(shared(coded(text.replace("400B", "300B")))) == ["p", "q", "c+1", "a", "u"]
 
 
-def test_without_code_nothing_is_known_to_be_alike() -> None:
+def test_without_kernel_kinds_no_launch_is_shared() -> None:
     schedule = parse(CASTS)
     assert share_launches(schedule, Context(profile=GAPS))[0] is schedule
 
 
 @settings(max_examples=100, deadline=None)
 @given(schedules(), st.integers(0, 2))
-def test_any_schedule_stays_whole(schedule: Schedule, kinds: int) -> None:
+def test_random_schedules_stay_valid_and_within_memory(schedule: Schedule, kinds: int) -> None:
     nodes = tuple(
         replace(node, payload=(str(at % (kinds + 1)), node.name)) if node.kind is Kind.KERNEL else node
         for at, node in enumerate(schedule.nodes)

@@ -76,7 +76,7 @@ def test_unknown_communication_stops_a_wait():
     check_pass(sink_under_memory, text.format(wait, ""), text.format("", wait), {"w": "c is a barrier"})
 
 
-def test_no_use_in_waiting_later_where_the_queue_is_what_takes_the_time():
+def test_a_wait_stays_where_the_queue_is_the_bottleneck():
     text = """
         r0 = reduce_scatter(g) @dp : 0B 50us; s0 = wait(r0); r1 = reduce_scatter(h) @dp : 0B 50us
         a = kernel(x) : 0B 20us; s1 = wait(r1); y = kernel(s1, a) : 0B 50us; return s0
@@ -89,7 +89,7 @@ def test_no_use_in_waiting_later_where_the_queue_is_what_takes_the_time():
     )
 
 
-def test_a_wait_does_not_pass_that_of_the_next_on_its_queue():
+def test_a_wait_does_not_pass_the_wait_of_the_next_collective_on_its_queue():
     """r0 ends before r1, so after s1, which waits for r1, the wait for r0 would gain nothing."""
     text = """
         r0 = reduce_scatter(g) @dp : 0B 100us; r1 = reduce_scatter(h) @dp : 0B 5us
@@ -118,7 +118,7 @@ def test_costly_work_on_the_result_does_not_move():
     check_pass(sink_under_memory, text, text, {"w": "o reads it"})
 
 
-def test_work_that_covers_another_collective_is_not_taken_away():
+def test_work_that_hides_another_collective_does_not_move():
     """`o` needs the result of rs and is the only node that hides t: moving the wait and `o` after u would expose t."""
     text = """
         rs = reduce_scatter(g) @dp : 0B 100us; t = all_gather(q) @tp : 0B 20us; w = wait(rs); o = kernel(w) : 0B 20us
@@ -127,7 +127,7 @@ def test_work_that_covers_another_collective_is_not_taken_away():
     check_pass(sink_under_memory, text, text, {"w": "would expose u"})
 
 
-def test_a_collective_without_an_estimate_is_waited_for_as_late_as_may_be():
+def test_a_collective_without_an_estimate_is_waited_for_as_late_as_possible():
     check_pass(
         sink_under_memory,
         before="rs = reduce_scatter(g) @dp; w = wait(rs); a = kernel(x) : 0B 5us; b = kernel(a) : 0B 5us; return w",
@@ -136,7 +136,7 @@ def test_a_collective_without_an_estimate_is_waited_for_as_late_as_may_be():
     )
 
 
-def test_what_does_not_pay_is_undone():
+def test_a_move_that_simulates_slower_is_undone():
     """Overlapped, the gather takes 20 ns, in which the kernel does 7 ns of its work: 113 ns in total instead of 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "a = all_gather(p) @dp : 1B 10ns; w = wait(a); h = kernel(x) : 1B 100ns; y = kernel(h, w) : 1B"
@@ -189,7 +189,7 @@ def in_flight(count: int) -> st.SearchStrategy[str]:
 
 @given(in_flight(8))
 @settings(max_examples=100, deadline=None)
-def test_a_step_takes_as_long_seen_from_its_end(text):
+def test_a_mirrored_schedule_takes_equally_long(text):
     schedule = parse(text)
     queues = Queues.of(schedule, simulate(schedule))
     mirrored = queues.mirrored()

@@ -77,7 +77,7 @@ def test_memory_stops_a_wait():
     check_pass(sink_waits, GRADIENTS, GRADIENTS, {"w0": "peak memory"}, Context(budget_bytes=17))
 
 
-def test_a_hidden_wait_takes_no_more_than_the_usual_peak():
+def test_a_hidden_wait_stays_within_the_peak_of_the_given_schedule():
     text = """
         g0 = kernel() : 8B 50ns; rs0 = reduce_scatter(g0) @dp : 2B 50ns; {}
         k1 = kernel() : 1B 60ns; {}; k2 = kernel(k1) : 8B 60ns; {}; return w0
@@ -110,7 +110,7 @@ def test_unknown_communication_stops_a_wait():
     check_pass(sink_waits, text.format(wait, ""), text.format("", wait), {"w": "c is a barrier"})
 
 
-def test_what_does_not_pay_is_undone():
+def test_a_move_that_simulates_slower_is_undone():
     """Overlapped, the gather takes 20 ns, in which the kernel does 7 ns of its work: 113 ns in total instead of 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "a = all_gather(p) @dp : 1B 10ns; w = wait(a); h = kernel(x) : 1B 100ns; y = kernel(h, w) : 1B"

@@ -36,7 +36,7 @@ def following(schedule: Schedule, followed: Followed[Agreed]) -> list[tuple[Resu
 EARLIER = planned(parse(STEP.format(32)), "b w a v y c z u")
 
 
-def test_groups_of_other_ranks_are_served_in_their_order_whatever_the_own_group_does():
+def test_groups_of_ranks_that_did_not_recompile_keep_their_order():
     other_sizes = parse(STEP.format(20))
     found = following(other_sizes, Followed(EARLIER, frozenset({"tp"}), TP))
     assert found
@@ -51,7 +51,7 @@ def test_groups_of_other_ranks_are_served_in_their_order_whatever_the_own_group_
     assert not may_run_beside(in_its_own_order, Followed(EARLIER, frozenset({"tp"}), TP))
 
 
-def test_collectives_are_matched_by_their_place_in_the_group_as_others_may_have_come_between():
+def test_collectives_are_matched_by_their_position_in_the_group():
     gathers_more = STEP.replace("y = kernel", "n = all_gather(%x) @tp(2) ranks=0,1 : 8B 5us; m = wait(n); y = kernel")
     renamed = parse(gathers_more.format(20).replace("b = ", "d = ").replace("wait(b)", "wait(d)"))
     (result, agreed), *_ = following(renamed, Followed(EARLIER, frozenset({"tp"}), TP))
@@ -59,7 +59,7 @@ def test_collectives_are_matched_by_their_place_in_the_group_as_others_may_have_
     assert may_run_beside(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
 
 
-def test_one_order_over_all_groups_that_do_not_change():
+def test_groups_that_do_not_change_keep_one_common_order():
     """Otherwise ranks of a mesh with several axes could deadlock, each waiting for another."""
     text = STEP.replace("b = all_gather(%q) @dp(2) ranks=0,2", "b = all_gather(%q) @rep(2) ranks=0,4")
     earlier = planned(parse(text.format(32)), "b w a v y c z u")

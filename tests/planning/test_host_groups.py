@@ -21,11 +21,11 @@ from tests.worlds import fake_world
         ("aabbaa", None),
     ],
 )
-def test_hosts_follow_each_other_and_have_as_many_ranks(hosts, expected):
+def test_hosts_must_have_consecutive_and_equally_many_ranks(hosts, expected):
     assert hosts_of(range(len(hosts)), hosts.__getitem__) == expected
 
 
-def test_a_rank_is_in_the_group_of_its_host_and_in_that_of_its_place_and_makes_them_once():
+def test_a_rank_is_in_one_group_within_its_host_and_one_across_hosts_created_once():
     with fake_world(8, rank=5) as world:
         hosts = [(0, 1, 2, 3), (4, 5, 6, 7)]
         assert divided(world, "dp", hosts, alone=True) is None
@@ -36,7 +36,7 @@ def test_a_rank_is_in_the_group_of_its_host_and_in_that_of_its_place_and_makes_t
         assert divided(world, "dp", hosts, alone=True) is groups
 
 
-def test_a_cached_graph_is_taken_only_where_its_group_has_the_same_parts():
+def test_a_cached_graph_is_used_only_if_its_group_has_the_same_parts():
     with fake_world(8, rank=5) as world:
         hosts = [(0, 1, 2, 3), (4, 5, 6, 7)]
         kept = DividedGroup(world, "dp", tuple(range(8)), HostGroups("a", "b", hosts[1], (1, 5)))

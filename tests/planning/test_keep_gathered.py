@@ -59,7 +59,7 @@ def test_a_kept_parameter_is_an_output_of_forward_and_an_input_of_backward() -> 
     assert 0 < more <= 2 * 4 * 2**20
 
 
-def test_what_costs_most_a_byte_is_kept_first() -> None:
+def test_gathers_with_the_highest_cost_per_byte_are_kept_first() -> None:
     kept, _ = kept_gathers(step_within("1GiB"), NAMES)
     assert (kept[0], set(kept)) == ("a2", set(NAMES))
     kept, _ = kept_gathers(step_within("1GiB"), ["a0", "a1"])
@@ -78,7 +78,7 @@ def test_more_budget_never_makes_the_step_longer() -> None:
             assert analyze(plan.schedule).peak_bytes <= plan.schedule.budget_bytes
 
 
-def test_a_budget_below_what_the_step_needs_is_the_usual_error() -> None:
+def test_a_budget_below_what_the_step_needs_is_a_memory_budget_error() -> None:
     with pytest.raises(MemoryBudgetError, match="memory_budget leaves 5MiB"):
         kept_gathers(step_within("5MiB"), NAMES)
 
@@ -88,7 +88,7 @@ def test_a_schedule_without_its_gathers_needs_no_casts_for_them() -> None:
     assert [node.name for node in backward.nodes] == ["g3", "g2", "g1", "g0"]
 
 
-def test_fewer_are_planned_even_where_all_of_them_gain_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_kept_gathers_are_also_planned_and_the_best_plan_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_within("1GiB")
     nothing = len(step.forward.outputs)
     by_count = {0: 9e8, 4: 5e8, 3: 4e8, 2: 6e8}

@@ -177,7 +177,7 @@ def ways(cache: str) -> list[dict[str, Any]]:
     return seen
 
 
-def test_every_way_to_use_a_step_gives_the_same(tmp_path: Path) -> None:
+def test_every_way_to_use_a_step_gives_equal_results(tmp_path: Path) -> None:
     for without, kept in values_on_ranks(ways, 2, str(tmp_path), timeout_s=280):
         assert without["kept"] == 0 < kept["kept"]
         for way in (way.__name__ for way in WAYS):
@@ -196,7 +196,7 @@ def smaller_batch(cache: str) -> tuple[list[float], list[int], int]:
     return *steps_of(sharded, batches()[:2], options), counted(KEPT)
 
 
-def test_a_rank_that_compiles_again_by_itself_keeps_what_was_chosen(tmp_path: Path) -> None:
+def test_a_rank_that_recompiles_alone_keeps_the_agreed_choice(tmp_path: Path) -> None:
     want = losses_of_one_process(batches()[:2])
     ranks = values_on_ranks(smaller_batch, 2, str(tmp_path), timeout_s=240)
     assert all(kept > 0 for _, _, kept in ranks)

@@ -108,7 +108,7 @@ def test_batches_of_other_sizes_on_one_rank_train_as_in_one_process(tmp_path: Pa
     assert (first[2], second[3]) == (2, 4)
 
 
-def test_a_rank_with_a_batch_of_another_size_goes_by_the_layout_of_copies_that_ranks_agreed_on(tmp_path: Path) -> None:
+def test_a_rank_with_a_batch_of_another_size_uses_the_agreed_layout_of_copies(tmp_path: Path) -> None:
     check_layouts(values_on_ranks(starts, 2, str(tmp_path), "copy", timeout_s=240))
 
 
@@ -141,7 +141,7 @@ def with_replicas() -> tuple[list[float], list[int]]:
     return steps_of(sharded, batches_of_four(), {"rank_timeout": 20.0, "native": False})
 
 
-def test_a_batch_of_another_size_on_one_rank_of_replicas() -> None:
+def test_a_batch_of_another_size_on_one_hsdp_rank_trains_as_in_one_process() -> None:
     ranks = values_on_ranks(with_replicas, 4, timeout_s=240)
     expected = losses_of_one_process(batches_of_four())
     for losses, _ in ranks:
@@ -177,7 +177,7 @@ def small_groups() -> tuple[list[float], list[int], int]:
     return errors, alone, counted("collectives_by_copies")
 
 
-def test_ranks_whose_collectives_change_meet_and_the_others_go_on() -> None:
+def test_ranks_whose_collectives_change_compile_together_and_others_continue() -> None:
     ranks = values_on_ranks(small_groups, 4, timeout_s=240)
     assert all(max(errors) < 1e-5 for errors, _, _ in ranks)
     assert [alone for _, alone, _ in ranks] == [[0, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1]]
@@ -208,7 +208,7 @@ def with_tensor_parallelism() -> dict[str, tuple[list[float], list[int], int]]:
 
 
 @pytest.mark.slow
-def test_a_batch_of_another_size_in_one_group_of_tensor_parallel_ranks() -> None:
+def test_a_batch_of_another_size_in_one_tensor_parallel_group_trains_as_in_one_process() -> None:
     """The two ranks of that group compile together and keep the order of the collectives that they share with the other
     group, which continues with its graph."""
     ranks = values_on_ranks(with_tensor_parallelism, 4, timeout_s=240)
@@ -241,7 +241,7 @@ def other_sizes_of_collectives() -> str:
     return error
 
 
-def test_a_rank_that_needs_other_collectives_is_told_what_to_do() -> None:
+def test_a_rank_that_alone_needs_other_collectives_gets_an_error_with_advice() -> None:
     error, _ = values_on_ranks(other_sizes_of_collectives, 2)
     assert "rank 1 did not reach compilation 2 (inference), graph within 2 s" in error
     assert "dynamic=True" in error
@@ -272,7 +272,7 @@ def another_order() -> tuple[str, list[str]]:
     return error, order
 
 
-def test_a_graph_that_needs_another_order_is_refused_as_other_ranks_may_run_the_earlier_one() -> None:
+def test_a_graph_that_alone_needs_another_order_is_an_error() -> None:
     (error, order), _ = values_on_ranks(another_order, 2)
     assert order == ["all_reduce_1", "all_reduce"]
     assert "launch its collectives in the same order, which its data dependences do not allow" in error

@@ -18,13 +18,13 @@ def backward():
     return fx.GraphModule({}, graph)
 
 
-def test_a_saved_view_of_a_parameter_is_not_ours_to_free(backward):
+def test_a_saved_view_of_a_parameter_may_not_be_freed(backward):
     context = TracingContext(None)
     context.fw_metadata = SimpleNamespace(bw_donated_idxs=[1])  # the inputs that AOTAutograd lets backward free
     with tracing(context):
         assert _freeable(backward, "backward_0") == {"saved"}
 
 
-def test_where_torch_says_nothing_all_that_was_saved_is_ours(backward):
+def test_without_metadata_all_saved_tensors_may_be_freed(backward):
     assert _freeable(backward, "backward_0") == {"saved", "permute_2"}
     assert _freeable(backward, "forward_0") == set()

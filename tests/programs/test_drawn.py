@@ -21,7 +21,7 @@ COUNT = 100
 
 
 @pytest.mark.parametrize("seed", range(1000 * SEED, 1000 * SEED + COUNT))
-def test_a_program_drawn_by_todays_seed(seed: int) -> None:
+def test_a_program_drawn_by_todays_seed_equals_eager(seed: int) -> None:
     program = draw(seed, short=True)
     verdict = judge(program)
     if not verdict.wrong or judge(program, compiler=by_aot_eager).what == verdict.what:

@@ -68,7 +68,7 @@ def test_a_drawn_program_prints_as_a_script() -> None:
         ("argument", lambda f, x, y: (f(x, y.add_(1) - 1)[0],)),
     ],
 )
-def test_what_is_wrong_is_found(kind: str, change: Callable[..., Any]) -> None:
+def test_each_kind_of_error_is_found(kind: str, change: Callable[..., Any]) -> None:
     made = program("v1 = x0.sin() * x1")
     assert verdict_on(made, eager).kind == "right"
     verdict = verdict_on(made, change)
@@ -85,7 +85,7 @@ def test_a_sum_in_another_order_is_right() -> None:
     assert verdict_on(made, lambda f, x, y: ((x * y).flip(0).sum(0),)).kind == "right"
 
 
-def test_what_cancels_within_an_op_is_not_known_better_than_its_steps() -> None:
+def test_cancellation_within_an_op_is_judged_by_its_steps() -> None:
     made = program("v1 = F.gelu(x0 * 0 - 3.4, approximate='tanh')")
 
     def in_other_steps(f: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Tensor]:
@@ -96,12 +96,12 @@ def test_what_cancels_within_an_op_is_not_known_better_than_its_steps() -> None:
     assert verdict_on(made, lambda f, x, y: (f(x, y)[0] * 1.02,)).wrong
 
 
-def test_the_sign_of_a_sum_of_exponents_that_is_one_is_not_known() -> None:
+def test_the_sign_of_a_log_sum_that_cancels_to_zero_is_undecidable() -> None:
     made = program("v1 = torch.logaddexp2(x0 * 0 - 1, x1 * 0 - 1).sign()")
     assert verdict_on(made, lambda f, x, y: (x * 0,)).kind in ("right", "undecidable")
 
 
-def test_an_interpolation_that_cancels_is_known_as_well_as_its_steps() -> None:
+def test_an_interpolation_that_cancels_is_judged_by_its_steps() -> None:
     made = program("v1 = F.interpolate(torch.stack([x0, x0 * -3.001], 1)[None], scale_factor=2, mode='bilinear')")
 
     def in_steps(f: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Tensor]:
@@ -118,20 +118,20 @@ def test_a_comparison_that_only_rounding_decides_is_undecidable() -> None:
     assert verdict_on(made, lambda f, x, y: (x > 2 * x,)).kind in ("result", "undecidable")
 
 
-def test_a_term_that_a_huge_one_swallows_counts_as_rounded() -> None:
+def test_a_term_absorbed_by_a_huge_one_counts_as_rounded() -> None:
     made = program("v1 = (x0 + 3e38 - 3e38).sin()")
     verdict = verdict_on(made, lambda f, x, y: (x.sin(),))
     assert not verdict.wrong, verdict.message
 
 
-def test_noise_puts_right_what_eager_computes_imprecisely() -> None:
+def test_noise_corrects_ops_that_eager_computes_imprecisely() -> None:
     x = torch.full((16,), 2.0**-30, dtype=torch.bfloat16)
     with Noise(1):
         noisy = x.erf()
     torch.testing.assert_close(noisy.double(), x.double().erf(), rtol=1e-2, atol=0)
 
 
-def test_noise_keeps_what_is_equal_and_what_is_exact() -> None:
+def test_noise_keeps_equal_values_equal_and_exact_values_exact() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).repeat(2)
     moved = jolted(x, 1, 1)
     assert torch.equal(moved[:1000], moved[1000:])
@@ -182,7 +182,7 @@ def test_the_smallest_failing_program_is_found() -> None:
     assert "exp" not in small.code()
 
 
-def test_tritons_kernels_are_judged_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_kernels_are_judged_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made = program("v1 = (x0 @ x1.t()).sin() + 1")
     assert judge_triton(made).kind == "right"
     monkeypatch.setattr("tests.programs.by_triton.compile_source", refuse)
@@ -204,6 +204,6 @@ def refuse(*_: Any) -> None:
         (lambda x: x.add_(x[2] * 1).mul_(x), True),
     ],
 )
-def test_a_write_that_torch_leaves_open_is_not_drawn(change: Callable[[Tensor], Tensor], defined: bool) -> None:
+def test_an_undefined_write_is_not_drawn(change: Callable[[Tensor], Tensor], defined: bool) -> None:
     with contextlib.nullcontext() if defined else pytest.raises(UndefinedWrite), DefinedWrites():
         change(torch.arange(8.0))

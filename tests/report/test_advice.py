@@ -27,19 +27,19 @@ def of(*rows: CollectiveRow) -> StepRecord:
     return StepRecord(graphs=(replace(FORWARD, collectives=rows),))
 
 
-def test_every_reason_but_those_of_no_consequence_has_a_cause():
+def test_every_reason_that_can_expose_a_collective_has_a_cause():
     nothing_to_say = {Reason.HIDDEN, Reason.NO_BUCKET, Reason.MERGED}
     unknown = {reason for reason in Reason if cause_of(row("ag", 1, reason.name)).why == row("ag", 1).limit}
     assert unknown == nothing_to_say
 
 
-def test_what_an_option_can_change_comes_before_what_none_can():
+def test_causes_that_an_option_can_change_come_first():
     assert cause_of(row("ag", 1, "SCHEDULE_START", "MEMORY")) is advice.MEMORY
     assert cause_of(row("rs", 1, "DATA", "SCHEDULE_END")) is advice.END
     assert cause_of(row("ar", 1, "DATA", "READER")) is advice.CHAIN
 
 
-def test_without_a_named_reason_the_words_of_the_table_stand():
+def test_without_a_named_reason_the_limit_of_the_table_is_the_cause():
     old = replace(row("ag", 1), limit="no pass looked at it")
     assert cause_of(old) == advice.Cause("no pass looked at it")
     assert cause_of(replace(old, causes=("OF_A_LATER_VERSION",))).why == "no pass looked at it"
@@ -53,11 +53,11 @@ def test_exposed_time_adds_up_by_cause_and_the_worst_comes_first():
     ]
 
 
-def test_less_than_a_hundredth_of_what_is_exposed_is_left_out():
+def test_less_than_one_percent_of_the_exposed_time_is_left_out():
     assert [each.cause for each in exposures(of(row("a", 0.9, "DATA"), row("b", 99.1, "MEMORY")))] == [advice.MEMORY]
 
 
-def test_what_queues_up_behind_the_first_gather_is_exposed_for_the_same_cause():
+def test_gathers_queued_behind_the_first_are_exposed_for_the_same_cause():
     first, second = row("ag0", 5, "SCHEDULE_START", "FILLED"), row("ag1", 5, "QUEUE", "FILLED")
     assert [each.cause for each in exposures(of(first, second))] == [advice.BEGIN]
     hidden = row("ag_hidden", 0)
@@ -70,7 +70,7 @@ def test_what_queues_up_behind_the_first_gather_is_exposed_for_the_same_cause():
 @pytest.mark.parametrize(
     ("before_us", "after_us", "cause"), [(0, 90, "BEGIN"), (5, 90, "BEGIN"), (90, 5, "END"), (90, 90, None)]
 )
-def test_where_no_rule_speaks_the_compute_before_and_after_does(before_us, after_us, cause):
+def test_without_a_reason_the_compute_before_and_after_decides_the_cause(before_us, after_us, cause):
     """These reasons (made into a bucket, undone because slower) explain no exposure."""
     ends_us = list(itertools.accumulate((before_us, 100, after_us)))
     spans = (
@@ -86,7 +86,7 @@ def test_where_no_rule_speaks_the_compute_before_and_after_does(before_us, after
         assert found.cause == (getattr(advice, cause) if cause else cause_of(rows[0]))
 
 
-def test_a_wait_that_went_to_the_end_with_all_that_needs_it_is_of_the_beginning():
+def test_a_start_at_the_beginning_whose_wait_sank_to_the_end_is_exposed_by_the_beginning():
     spans = (
         Span("ag", "@dp", 0.0, 100e3, "start"),
         Span("ag", "compute", 0.0, 100e3, "idle"),
@@ -97,7 +97,7 @@ def test_a_wait_that_went_to_the_end_with_all_that_needs_it_is_of_the_beginning(
     assert found.cause is advice.BEGIN
 
 
-def test_only_reductions_are_advised_to_be_made_once_for_several_batches():
+def test_only_reductions_get_the_advice_to_accumulate_gradients():
     rows = [replace(row(op, 1, "DATA", "SCHEDULE_END"), op=op) for op in ("all_reduce", "all_to_all")]
     assert {each.rows[0].name: each.cause for each in exposures(of(*rows))} == {
         "all_reduce": advice.END,

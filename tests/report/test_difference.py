@@ -18,7 +18,7 @@ BEFORE = StepRecord(graphs=(replace(FORWARD, after=FORWARD.before, collectives=t
 AFTER = StepRecord(graphs=(FORWARD,))
 
 
-def test_what_overlap_brings_is_found_as_exposed_communication():
+def test_the_gain_of_overlap_is_a_change_of_exposed_communication():
     rows = {(row.section, row.what): row for row in differences(BEFORE, AFTER)}
     assert rows["step", "predicted"].change == -80e3
     assert rows["where it goes", "exposed communication"].change == -80e3
@@ -34,7 +34,7 @@ def test_parts_add_up_to_the_steps(pair):
         assert sum(getattr(row, side) for row in rows) == pytest.approx(step.step_ns)
 
 
-def test_what_only_one_measured_is_not_known_of_the_other():
+def test_a_figure_that_only_one_record_has_is_not_known_for_the_other():
     measured = Measured(3, 300e3, 170e3, 200e3, 100e3, 30e3)
     seen = StepRecord(graphs=(replace(FORWARD, measured=measured),))
     (line,) = (line for line in text(differences(BEFORE, seen), ("a", "b")).splitlines() if "measured" in line)
@@ -57,6 +57,6 @@ def test_the_command_compares_records_as_table_and_page(tmp_path, capsys):
     assert main(["diff", str(first), str(tmp_path / "diff.html")]) == 2
 
 
-def test_names_of_other_people_are_escaped():
+def test_names_from_records_are_escaped():
     evil = StepRecord(graphs=(replace(FORWARD, collectives=(replace(FORWARD.collectives[0], group="<b>"),)),))
     assert "<b>" not in page(differences(evil, AFTER), ("<i>", "b")).partition("<h1>")[2].replace("<i class", "")

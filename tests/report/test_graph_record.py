@@ -43,11 +43,11 @@ def graph():
     return graph_record(result, fallbacks={"aten.sort": 1}, compile_seconds=2.0)
 
 
-def test_compute_alone_is_what_was_estimated_for_it(graph):
+def test_compute_without_overlap_is_the_sum_of_its_estimates(graph):
     assert graph.alone_ns == pytest.approx((80 + 30 + 80) * 1e3)
 
 
-def test_times_and_counts_are_the_simulators(graph):
+def test_times_and_counts_are_those_of_the_simulator(graph):
     assert graph.before.step_ns == pytest.approx(410e3)
     assert graph.after.step_ns == pytest.approx(310e3)  # ag1 hides behind mm0 and k0
     assert graph.exposed_after_ns < graph.exposed_before_ns == pytest.approx(220e3)

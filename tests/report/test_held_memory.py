@@ -26,22 +26,22 @@ def backward(inputs):
     return replace(GRAPH, name="backward_3", schedule=text, peak_bytes=50 * MIB)
 
 
-def test_a_backward_runs_beside_what_only_forward_was_given():
+def test_inputs_of_forward_only_count_in_the_peak_of_backward():
     found = peaks([GRAPH, backward("primals_1 = input : 8MiB\nsaved = input freeable : 16MiB")])
     assert found == {"forward_3": 100 * MIB, "backward_3": (50 + 4 + 2) * MIB}
 
 
-def test_a_saved_view_of_a_parameter_is_the_parameter():
+def test_a_saved_view_of_a_parameter_counts_once():
     """Because it may not be freed, it is distinguished from tensors that forward saved only for backward."""
     found = peaks([GRAPH, backward("permute_7 = input : 4MiB\nsaved = input freeable : 16MiB")])
     assert found["backward_3"] == (50 + 8 + 2) * MIB
 
 
-def test_a_backward_without_its_forward_is_taken_as_it_is():
+def test_a_backward_without_its_forward_keeps_its_own_peak():
     assert peaks([backward("primals_1 = input : 8MiB")]) == {"backward_3": 50 * MIB}
 
 
-def test_the_peak_of_a_step_has_the_state_of_its_optimizers_and_their_update():
+def test_the_peak_of_a_step_includes_optimizer_state_and_update():
     graphs = (GRAPH, backward("primals_1 = input : 8MiB"))
     step = StepRecord(graphs=graphs)
     assert (step_peak_bytes(step), peak_parts(step)) == (100 * MIB, "optimizer state is not included")

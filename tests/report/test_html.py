@@ -43,7 +43,7 @@ class Page(HTMLParser):
             self.cells.append(data)
 
 
-def test_the_page_is_well_formed_and_reaches_nothing():
+def test_the_page_is_well_formed_and_loads_nothing():
     page = Page(html.render(REPORT.steps))
     assert page.open == []
     assert page.links == []
@@ -64,7 +64,7 @@ def test_text_of_the_schedule_is_escaped():
     assert "</script><b>" not in html.render((StepRecord(graphs=(evil,)),))
 
 
-def test_a_graph_of_twenty_thousand_nodes_stays_a_page_that_one_can_send():
+def test_a_page_of_twenty_thousand_nodes_is_below_two_megabytes():
     spans = tuple(Span(f"k{at}", "compute", at * 10.0, at * 10.0 + 9.0, "kernel") for at in range(20_000))
     graph = replace(FORWARD, after=Plan(200_000.0, spans), memory=tuple((at * 10.0, at) for at in range(20_000)))
     assert len(html.render((StepRecord(0, 1, (graph,)),))) < 2_000_000
@@ -92,7 +92,7 @@ def test_a_page_draws_one_whole_step_call_by_call():
     assert begins == [100_000, 100_000 + 2 * AFTER.step_ns]
 
 
-def test_what_lives_at_the_peak_says_whose_it_is():
+def test_buffers_at_the_peak_name_their_module_or_line():
     schedule = (
         "schedule forward\n%x = input : 1MiB\n"
         "k0 = kernel(%x) : 2MiB 20us [r]  # k0 | layers.0 | \n"
@@ -114,7 +114,7 @@ def test_buffers_of_the_same_module_of_many_layers_are_one_row_at_the_peak():
     assert peak["more"] == 0
 
 
-def test_no_order_gains_more_than_the_bound_leaves_and_no_faster_compute_more_than_the_queue():
+def test_gains_are_limited_by_the_lower_bound_and_by_the_queue():
     """ag1 is exposed for 20 us because of memory, but the lower bound is 270 of 280 us; @dp is busy for 200 us."""
     graph = replace(FORWARD, lower_bound_ns=270e3, alone_ns=60e3)
     gains = {gain.why: gain.ns for gain in Ledger.of(StepRecord(graphs=(graph,))).gains}
@@ -123,7 +123,7 @@ def test_no_order_gains_more_than_the_bound_leaves_and_no_faster_compute_more_th
     assert gains["communication slows overlapping compute"] == pytest.approx(80e3), "of 100, down to what @dp takes"
 
 
-def test_ranks_that_are_alike_are_in_a_page_once():
+def test_equal_ranks_are_in_a_page_once():
     first = StepRecord(0, 2, (FORWARD,))
     found = page_data((first, replace(first, rank=1)))["ranks"]
     assert [(rank["same"], rank["data"] is None) for rank in found] == [(None, False), (0, True)]
@@ -150,7 +150,7 @@ def test_a_step_that_was_measured_is_headed_by_its_measurement():
     assert only[:2] == ("step", "0.280 ms")
 
 
-def test_what_was_seen_of_a_step_comes_before_what_is_predicted_and_tokens_are_of_it():
+def test_measurements_come_before_predictions_and_give_the_tokens_per_second():
     measured = replace(FORWARD, measured=Measured(3, 300e3, 170e3, 200e3, 100e3, 30e3, late_ns=10e3))
     step = StepRecord(graphs=(measured,), clock_ns=500e3, tokens=2048)
     shown = tiles(step, Ledger.of(step))
@@ -166,7 +166,7 @@ def test_what_was_seen_of_a_step_comes_before_what_is_predicted_and_tokens_are_o
     assert [part.kind for part in seen[2]] == ["extern", "idle", "gap", "host"]
 
 
-def test_what_to_do_follows_the_measurement_where_there_is_one():
+def test_advice_follows_the_measurement_if_there_is_one():
     """ag0 was predicted to be exposed for 100 us, ag1 for 20 us, and rs0 not at all."""
     hidden = replace(FORWARD.collectives[1], name="rs0", exposed_after_ns=0.0, causes=("HIDDEN",))
     graph = replace(FORWARD, collectives=(*FORWARD.collectives, hidden))
@@ -187,7 +187,7 @@ def test_what_to_do_follows_the_measurement_where_there_is_one():
     assert "measured 0.180" not in totals_text(old).partition("exposed ")[2]
 
 
-def test_compute_is_divided_by_what_it_is():
+def test_compute_is_divided_by_kind():
     nodes = (
         "mm0 = extern:mm(x) flops=10 in=bf16 : 4KiB 40us [r]",
         "a0 = extern:_scaled_dot_product_cudnn_attention(mm0) flops=9 in=bf16 : 4KiB 30us [r]",
@@ -204,7 +204,7 @@ def test_compute_is_divided_by_what_it_is():
     ]
 
 
-def test_what_backward_computes_again_is_a_ceiling_and_a_gain():
+def test_recomputation_in_backward_is_a_ceiling_and_a_gain():
     forward = (
         "schedule forward_0\nmm0 = extern:mm(%x) : 4KiB 40us [r]  # mm | m | \n"
         "k0 = kernel(mm0) : 4KiB 9us [r]  # relu | m | \n"
@@ -222,7 +222,7 @@ def test_what_backward_computes_again_is_a_ceiling_and_a_gain():
     assert (80e3, "backward recomputes what forward computed") in [(gain.ns, gain.why) for gain in ledger.gains]
 
 
-def test_utilization_is_of_the_rates_that_the_profile_says():
+def test_utilization_is_relative_to_the_rates_of_the_profile():
     profile = {"name": "p", "quantities": {"flops_per_s.bf16": {"value": 1e12, "origin": "made up"}}}
     schedule = "schedule forward\nmm0 = extern:mm(x) flops=56000000 in=bf16 : 4KiB 80us [r]\n"
     graph = replace(FORWARD, schedule=schedule, profile=json.dumps(profile))

@@ -56,7 +56,7 @@ def test_with_room_all_stay_gathered_and_no_more_memory_is_asked_for() -> None:
     assert not saved_by_keeping(report.steps[0])
 
 
-def test_the_rest_is_gathered_again_for_want_of_room() -> None:
+def test_parameters_without_room_are_gathered_again() -> None:
     reports = [planned(f"{mib}MiB") for mib in (18, 22)]
     saved_ns = [saved_by_keeping(report.steps[0])[-1][1] for report in reports]
     assert saved_ns == sorted(set(saved_ns), reverse=True), "the more are kept, the less"
@@ -68,12 +68,12 @@ def test_the_rest_is_gathered_again_for_want_of_room() -> None:
     assert repeated.endswith("memory_budget has no room for more")
 
 
-def test_what_is_switched_off_is_named() -> None:
+def test_keep_gathered_off_is_named_as_the_reason() -> None:
     (repeated,) = said(planned("1GiB", keep_gathered=False))
     assert repeated.endswith("keep_gathered is off")
 
 
-def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:
+def test_every_form_of_the_report_shows_gathered_parameters(tmp_path: Path) -> None:
     report = planned("18MiB")
     page = report.save(tmp_path / "report.html").read_text()
     table = report.save(tmp_path / "report.txt").read_text()

@@ -34,7 +34,7 @@ def step(compute_us: float, queue_us: float, exposed_us: float, host_us: float |
         (98, 80, 2, 99, "compute, 98.0% of the step; communication is hidden except as listed below", False),
     ],
 )
-def test_the_longest_is_named(compute_us, queue_us, exposed_us, host_us, why, advised):
+def test_the_longest_part_is_named_as_the_limit(compute_us, queue_us, exposed_us, host_us, why, advised):
     cause = Spent.of(step(compute_us, queue_us, exposed_us, host_us)).limiting_factor()
     assert cause.why == why
     assert bool(cause.advice) == advised
@@ -58,7 +58,7 @@ def test_compute_is_added_up_by_library_op_and_all_that_is_generated_together():
     assert spent.compute_ns == pytest.approx(42e3)
 
 
-def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known_and_counts():
+def test_time_lost_to_contention_is_shown_where_it_is_known_and_large():
     compute = (Span("mm", "compute", 0.0, 60e3, "extern"), Span("add", "compute", 60e3, 100e3, "kernel"))
     slowed = replace(FORWARD, after=Plan(100e3, compute), alone_ns=80e3)
     assert Spent.of(StepRecord(graphs=(slowed, slowed))).slowed_ns == pytest.approx(40e3)
@@ -75,12 +75,12 @@ def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known
     assert "beside" not in said(slowed, replace(slowed, alone_ns=None))
 
 
-def test_a_step_of_nothing_is_bound_by_nothing():
+def test_an_empty_step_is_reported_without_communication():
     nothing = Spent.of(StepRecord(graphs=(replace(FORWARD, collectives=(), after=Plan(0.0)),)))
     assert nothing.limiting_factor().why == "compute, 0% of the step; these graphs do not communicate"
 
 
-def test_who_says_how_long_nodes_take_counts_by_time():
+def test_sources_of_estimates_are_weighted_by_time():
     text = "a = kernel(x) : 0B 30us [roofline r]; g = all_gather(a) @dp : 0B 50us [table t]; w = wait(g)"
     graph = replace(FORWARD, schedule=f"{text}; b = extern:mm(w) : 0B 20us [roofline r]; c = kernel(b) : 0B")
     assert sources(StepRecord(graphs=(graph, graph))) == {"roofline r": 0.5, "table t": 0.5}

@@ -96,7 +96,7 @@ def test_kernels_belong_to_the_mark_around_their_launch(gpu_trace):
     assert measured.beside == {"ag0": pytest.approx(1 / 3), "k0": 1.0, "mm0": 0.0}
 
 
-def test_a_gap_that_waits_for_no_collective_is_idle_whatever_flies_beside_it(tmp_path):
+def test_a_gap_that_waits_for_no_collective_is_idle(tmp_path):
     events = [
         mark("start", "ag0", 0, 5), launch(0, 1), kernel(0, 100, 60, "ncclDevKernel_AllGather"),
         mark("launch", "k0", 6, 3), launch(1, 7), kernel(1, 100, 10),
@@ -118,7 +118,7 @@ def test_a_gap_that_waits_for_no_collective_is_idle_whatever_flies_beside_it(tmp
     assert measured.late_ns == 5 * US
 
 
-def test_compute_stands_still_for_the_collective_that_the_next_kernel_waits_for(tmp_path):
+def test_exposed_time_belongs_to_the_collective_that_the_next_kernel_waits_for(tmp_path):
     """ag0 and ag1 run one after the other, and both waits precede mm0; the wait for ag2 comes last."""
     schedule = SCHEDULE.replace(
         "k0 =", "ag1 = all_gather(p) @dp(4) : 4MiB 50us\nag2 = all_gather(p) @tp(4) : 4MiB 9us\nk0 ="
@@ -155,7 +155,7 @@ def test_only_the_last_runs_count_when_asked(tmp_path):
     assert with_trace(GRAPH, trace, last=1).measured.runs == 1
 
 
-def test_a_kernel_without_a_launch_goes_by_the_id_of_its_mark(tmp_path):
+def test_a_kernel_without_a_launch_is_matched_by_the_id_of_its_mark(tmp_path):
     path = tmp_path / "trace.json"
     marked = {**mark("launch", "k0", 0, 5), "args": {"External id": 42}}
     ran = kernel(1, 10, 20)
@@ -205,7 +205,7 @@ def _fields(graph):
     return {name: getattr(graph, name) for name in graph.__dataclass_fields__}
 
 
-def test_gloo_answers_starts_in_their_order(tmp_path):
+def test_gloo_operations_are_matched_to_starts_in_order(tmp_path):
     def gloo(ts, dur):
         return {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "ts": ts, "dur": dur, "tid": 9}
 
@@ -222,7 +222,7 @@ def test_gloo_answers_starts_in_their_order(tmp_path):
     assert with_trace(GRAPH, trace).measured.nodes == {"rs0": 21 * US, "k0": 4 * US, "ag0": 7 * US}
 
 
-def test_a_real_step_on_this_cpu():
+def test_a_real_step_on_a_cpu_is_measured():
     torch._dynamo.reset()
     record.clear()
     weight = torch.rand(64, 64, requires_grad=True)

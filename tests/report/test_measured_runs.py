@@ -54,7 +54,7 @@ def record(tmp_path, *factors: float):
     return Report(tuple(steps)).save(tmp_path / "record.json")
 
 
-def test_a_collective_takes_what_it_takes_the_rank_that_waits_for_nobody(tmp_path):
+def test_a_collectives_time_is_that_of_the_rank_that_waits_least(tmp_path):
     (run,) = runs_of(record(tmp_path, 1.1, 1.3, 2.0))
     nodes = {node.name: node for node in run.schedule.nodes}
     assert run.measured_ns["g0"] == pytest.approx(1.1 * nodes["g0"].estimate.ns)
@@ -103,7 +103,7 @@ def test_a_record_that_was_not_measured_is_refused(tmp_path):
         runs_of(path)
 
 
-def test_a_real_step_is_predicted_nearer_where_it_was_held_out(tmp_path):
+def test_a_real_step_is_predicted_better_on_held_out_nodes(tmp_path):
     """Starts from rates that are too low, so that the test does not depend on how good the stored profile is."""
     path, start = tmp_path / "fsdp.json", tmp_path / "slow.json"
     path.write_bytes(gzip.decompress(REAL.read_bytes()))

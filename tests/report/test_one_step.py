@@ -80,7 +80,7 @@ def test_the_state_of_an_optimizer_counts_when_the_function_that_made_it_has_end
     assert overlapc.report().steps[0].optimizer_bytes["AdamW"] == pytest.approx(2 * 4 * (8 * 8 + 8 + 8 + 1), abs=16)
 
 
-def test_of_two_trainers_one_after_the_other_the_step_is_that_of_one():
+def test_of_two_consecutive_trainers_the_step_has_the_graphs_of_one():
     for width in (8, 16):
         job = Train(width)
         for _ in range(3 if width == 8 else 5):
@@ -198,7 +198,7 @@ def test_graph_breaks_and_variants_are_named_with_line_and_reason():
         ("0/0: self._modules['up']._overlapc_keys['weight'] == 'up.weight#2'", "another instance of the model"),
     ],
 )
-def test_guards_on_what_overlapc_keeps_of_sharded_modules_are_told_in_words(guard, why):
+def test_guards_on_internal_attributes_of_sharded_modules_are_explained(guard, why):
     file = "/a/overlapc/parallel/access.py:57"
     captures = (Capture(0, "0", "__call__", file), Capture(1, "0", "__call__", file, guard))
     step = StepRecord(
@@ -210,7 +210,7 @@ def test_guards_on_what_overlapc_keeps_of_sharded_modules_are_told_in_words(guar
     assert "_overlapc" not in second
 
 
-def test_seconds_of_compiling_are_told_by_phase_and_counted_once():
+def test_compile_time_is_reported_by_phase_and_counted_once():
     began = time.perf_counter()
     Train(8).train(1)
     whole = time.perf_counter() - began
@@ -223,7 +223,7 @@ def test_seconds_of_compiling_are_told_by_phase_and_counted_once():
     assert any(line.startswith("compiling    ") for line in str(overlapc.report()).splitlines())
 
 
-def test_what_dynamo_says_survives_saving(tmp_path):
+def test_graph_breaks_survive_saving(tmp_path):
     step = torch.compile(Pieces(), backend="overlapc", options=OPTIONS)
     step(torch.ones(4, 8)).backward()
     report = overlapc.report()

@@ -151,7 +151,7 @@ def test_tables_sort_and_filter(opened):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_phone_scrolls_down_only(opened, dark):
+def test_a_page_on_a_phone_does_not_scroll_sideways(opened, dark):
     page = opened(REPORT, width=390, dark=dark)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert page.locator(".tile").count() >= 3
@@ -191,7 +191,7 @@ def large(layers: int, rank: int) -> StepRecord:
     return StepRecord(rank, 8, (graph,))
 
 
-def test_eighty_layers_on_eight_ranks_open_and_redraw_at_once(opened):
+def test_eighty_layers_on_eight_ranks_open_and_redraw_quickly(opened):
     page = opened(Report(tuple(large(80, rank) for rank in range(8))))
     loaded = "performance.getEntriesByType('navigation')[0].loadEventEnd"
     times_ms = [page.evaluate(loaded)]

@@ -30,7 +30,7 @@ FOUND: list[tuple[plans.Point, plans.Outcome]] = [
 ]
 
 
-def test_the_table_has_what_varies_and_the_rates():
+def test_the_table_shows_the_axes_that_vary_and_the_rates():
     assert re.split(r"  +", plans.table(AXES, FOUND).splitlines()[0].strip()) == [
         "world size", "budget", "step", "exposed", "lower bound", "tokens/s", "tokens/s a GPU", "peak",
         "bound by",
@@ -61,7 +61,7 @@ def test_a_plot_has_a_line_for_each_budget_and_a_gap_where_a_step_does_not_fit()
     assert lines["budget 70GiB"][4] == [None, 30.0]
 
 
-def test_where_the_number_of_gpus_stays_what_varies_first_is_the_axis():
+def test_with_a_fixed_number_of_gpus_the_first_varying_axis_is_the_x_axis():
     axes = {**AXES, "world size": ["8"], "budget": ["40GiB", "80GiB"]}
     found = [({**FOUND[0][0], "budget": budget}, FOUND[0][1]) for budget in axes["budget"]]
     drawn = plans.plot_data(axes, found)
@@ -69,7 +69,7 @@ def test_where_the_number_of_gpus_stays_what_varies_first_is_the_axis():
     assert [line["name"] for line in drawn["lines"]] == [""]
 
 
-def test_the_page_holds_plot_data_and_table_and_reaches_nothing():
+def test_the_page_contains_plot_data_and_table_and_loads_nothing():
     page = plans.page(AXES, FOUND, "assumed <this>")
     assert "assumed &lt;this&gt;" in page
     assert "http" not in page

@@ -21,7 +21,7 @@ def test_json_round_trip(tmp_path):
     assert record.load(REPORT.save(tmp_path / "record.json")) == REPORT
 
 
-def test_the_suffix_picks_the_form(tmp_path):
+def test_the_suffix_selects_the_form(tmp_path):
     page = REPORT.save(tmp_path / "deep" / "report.html").read_text()
     assert page.startswith("<!doctype html>")
     assert "steps" in json.loads(REPORT.save(tmp_path / "overlap.json").read_text())
@@ -35,7 +35,7 @@ def test_an_unknown_suffix_names_the_forms(tmp_path):
         REPORT.save(tmp_path / "report.pdf")
 
 
-def test_an_unwritable_place_is_a_clear_error(tmp_path):
+def test_an_unwritable_path_is_a_clear_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write .*report.html: \w+"):
         REPORT.save(tmp_path / "file" / "report.html")
@@ -49,13 +49,13 @@ def test_an_unwritable_place_is_a_clear_error(tmp_path):
         ('{"overlapc_record": 0}', "of this version"),
     ],
 )
-def test_what_is_no_record_is_refused(tmp_path, text, message):
+def test_a_file_that_is_not_a_record_is_refused(tmp_path, text, message):
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         record.load(tmp_path / "record.json")
 
 
-def test_what_the_cache_had_is_one_of_three_words(tmp_path):
+def test_the_found_field_accepts_only_known_words(tmp_path):
     path = Report((StepRecord(0, 1, (replace(FORWARD, found="graph"),)),)).save(tmp_path / "record.json")
     assert record.load(path).steps[0].graphs[0].found == "graph"
     path.write_text(path.read_text().replace('"found": "graph"', '"found": "half"'))
@@ -74,7 +74,7 @@ def test_gather_sorts_ranks_by_number(tmp_path):
     assert [step.rank for step in record.gather(tmp_path).steps] == [0, 2, 10]
 
 
-def test_the_package_is_callable_and_gives_what_was_added(monkeypatch):
+def test_the_report_package_is_callable_and_returns_the_records(monkeypatch):
     record.clear()  # remove what other tests in this process recorded
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")

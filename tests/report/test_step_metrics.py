@@ -42,7 +42,7 @@ def test_the_time_of_a_step_is_from_optimizer_to_optimizer(monkeypatch):
     assert watched.step_s() == 2.0
 
 
-def test_tensorboard_takes_them(tmp_path):
+def test_tensorboard_accepts_metrics(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     job = Train(8)
     with tensorboard.SummaryWriter(tmp_path) as writer:

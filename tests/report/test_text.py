@@ -31,7 +31,7 @@ def test_the_table_of_one_graph():
     assert graph_text(FORWARD) == GOLDEN
 
 
-def test_a_collective_nobody_could_estimate_is_unknown_and_not_zero():
+def test_a_collective_without_an_estimate_is_unknown_and_not_zero():
     row = replace(FORWARD.collectives[0], estimate_ns=None, source="")
     line = graph_text(replace(FORWARD, collectives=(row,))).splitlines()[3]
     assert " unknown " in line
@@ -86,7 +86,7 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device():
     assert not any(line.startswith("host") for line in lines(300.0, None))  # one graph's host time is unknown
 
 
-def test_what_was_measured_comes_beside_the_prediction():
+def test_measured_times_are_shown_with_the_prediction():
     measured = Measured(3, 300e3, 170e3, 200e3, 100e3, 30e3)
     step = StepRecord(graphs=(replace(FORWARD, measured=measured), replace(FORWARD, measured=measured)))
     assert totals_text(step).splitlines()[0] == (
@@ -99,7 +99,7 @@ def test_what_was_measured_comes_beside_the_prediction():
     assert not any(line.startswith("measured") for line in totals_text(half).splitlines())
 
 
-def test_a_long_table_leaves_out_what_is_hidden_unless_all_is_asked_for():
+def test_a_long_table_leaves_out_hidden_collectives_unless_all_rows_are_requested():
     hidden = replace(FORWARD.collectives[1], name="ag2", exposed_after_ns=0.0, limit="hidden", causes=())
     rows = (*FORWARD.collectives, *(replace(hidden, name=f"ag{at}") for at in range(2, 40)))
     report = Report((StepRecord(graphs=(replace(FORWARD, collectives=rows),)),))

@@ -11,7 +11,7 @@ TEXT = """
 """
 
 
-def test_every_node_says_what_runs_beside_it_and_what_stands_still():
+def test_every_node_shows_what_overlaps_it_and_where_compute_waits():
     lines = walk_through(simulate(parse(TEXT))).splitlines()
     marks = [(line.split()[2], line.split()[3]) for line in lines[1:-1] if re.match(r"\s*\d", line)]
     assert marks == [(">", "ag"), ("|", "h"), ("!", "w"), ("y", "="), (">", "rs"), ("|", "z"), ("<", "s")]

@@ -58,7 +58,7 @@ def ranks() -> list[dict[str, Any]]:
     return values_on_ranks(blocks, 2)
 
 
-def test_the_gradient_goes_through_it(ranks: list[dict[str, Any]]):
+def test_gradients_flow_through_an_async_input(ranks: list[dict[str, Any]]):
     for seen in ranks:
         assert seen["late"] == [(True, (1,))] * 2
         eager, compiled = seen["grads"]
@@ -66,7 +66,7 @@ def test_the_gradient_goes_through_it(ranks: list[dict[str, Any]]):
         assert eager.abs().sum() > 0
 
 
-def test_without_gradients_it_is_waited_for_too(ranks: list[dict[str, Any]]):
+def test_without_gradients_an_async_input_is_waited_for(ranks: list[dict[str, Any]]):
     for seen in ranks:
         eager, compiled = seen["without"]
         torch.testing.assert_close(compiled, eager)
@@ -157,14 +157,16 @@ def by_block() -> list[dict[bool, list[dict[str, Any]]]]:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-def test_blocks_wait_for_what_a_dtensor_holds(by_block: list[dict[bool, list[dict[str, Any]]]], checkpointed: bool):
+def test_blocks_wait_for_collectives_inside_dtensors(
+    by_block: list[dict[bool, list[dict[str, Any]]]], checkpointed: bool
+):
     for rank in by_block:
         eager, compiled = rank[checkpointed]
         assert AsyncCollectiveTensor in eager["held"]
         torch.testing.assert_close(compiled["numbers"], eager["numbers"])
 
 
-def test_a_collective_is_found_however_deep_it_lies():
+def test_a_collective_is_found_at_any_depth():
     late = AsyncCollectiveTensor(torch.full((3,), 2.0))
     outer = TwoTensor(TwoTensor(torch.ones(3), late), TwoTensor(torch.ones(3), torch.ones(3)))
     wait_within(outer)

@@ -34,7 +34,7 @@ class Builder:
         path.write_bytes(self.content)
 
 
-def test_parts_of_a_key_do_not_run_together():
+def test_parts_of_a_key_are_separated():
     assert content_key("ab", "c") != content_key("a", "bc")
     assert content_key("ab", "c") == content_key(b"ab", b"c")
 
@@ -51,7 +51,7 @@ def test_an_entry_is_built_once_and_counted(tmp_path: Path):
     assert counted("kernel_cache_hits") - hits == 2
 
 
-def test_suffixes_are_entries_of_their_own(tmp_path: Path):
+def test_entries_with_different_suffixes_are_different(tmp_path: Path):
     cache = KernelCache(tmp_path)
     assert cache.get_or_build("k" * 40, ".so", Builder(b"1")) != cache.get_or_build("k" * 40, ".cubin", Builder(b"2"))
 
@@ -144,7 +144,7 @@ def kept_privately(cache: KernelCache, warning: str) -> Path:
     return path
 
 
-def test_what_cannot_be_written_is_kept_by_the_process(tmp_path: Path):
+def test_entries_that_cannot_be_written_are_stored_by_the_process(tmp_path: Path):
     blocked = tmp_path / "file"
     blocked.write_text("a file where the folder should be")
     kept_privately(
@@ -165,7 +165,7 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path):
     assert cache.get_or_build("k" * 40, ".so", Builder()).read_bytes() == b"kernel"
 
 
-def test_a_linker_without_room_is_no_error_of_the_kernel(tmp_path: Path):
+def test_a_full_disk_while_linking_is_not_an_error_of_the_kernel(tmp_path: Path):
     for said in ("/usr/bin/ld: final link failed: No space left on device", "signal 25 [File size limit exceeded]"):
         with pytest.raises(OSError, match=r"No space left|File too large"):
             compile_error(["g++"], said, tmp_path)
@@ -186,7 +186,7 @@ def two_entries(cache: KernelCache) -> tuple[Path, Path]:
     return one, cache.get_or_build("b" * 40, ".so", Builder(b"two"))
 
 
-def test_entries_that_changed_places_are_built_again(tmp_path: Path):
+def test_swapped_entries_are_built_again(tmp_path: Path):
     one, two = two_entries(KernelCache(tmp_path))
     swap(one, two)
     cache = KernelCache(tmp_path)
@@ -195,7 +195,7 @@ def test_entries_that_changed_places_are_built_again(tmp_path: Path):
     assert [path.read_bytes() for path in two_entries(cache)] == [b"one", b"two"]
 
 
-def test_an_entry_of_another_kind_vouches_for_nothing(tmp_path: Path):
+def test_an_entry_copied_to_another_kind_is_not_accepted(tmp_path: Path):
     two_entries(KernelCache(tmp_path, "graphs"))
     shutil.copytree(tmp_path / "graphs", tmp_path / "steps")
     assert KernelCache(tmp_path, "graphs").read("a" * 40, ".so") == b"one"
@@ -214,7 +214,7 @@ def a_loop(path: Path) -> None:
 
 @pytest.mark.parametrize("left", [a_folder, a_loop, os.mkfifo])
 @pytest.mark.parametrize("place", ["{}", "{}.sha256", "{}.lock", ""])
-def test_what_is_no_file_makes_room_for_an_entry(tmp_path: Path, left: Callable[[Path], None], place: str):
+def test_folders_links_and_pipes_are_replaced_by_entries(tmp_path: Path, left: Callable[[Path], None], place: str):
     build = Builder()
     whole = KernelCache(tmp_path).get_or_build("k" * 40, ".so", build)
     path = whole.with_name(place.format(whole.name)) if place else whole.parent
@@ -258,7 +258,7 @@ def test_a_file_that_may_not_be_read_is_built_again_once(plain_user: Path, name:
     assert build.calls == 2
 
 
-def test_a_read_only_folder_still_gives_what_it_has(plain_user: Path):
+def test_a_read_only_folder_is_still_read(plain_user: Path):
     cache = KernelCache(plain_user)
     whole = cache.get_or_build("a" * 40, ".so", Builder(b"one"))
     for folder in (whole.parent, cache.root, plain_user):
@@ -289,7 +289,7 @@ def test_a_folder_that_others_may_write_to_is_refused(
     assert KernelCache(root).find("k" * 40, ".so") == whole
 
 
-def test_a_folder_of_somebody_else_is_refused(plain_user: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_of_another_user_is_refused(plain_user: Path, monkeypatch: pytest.MonkeyPatch):
     KernelCache(plain_user).get_or_build("k" * 40, ".so", Builder(b"theirs"))
     me = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: me)
@@ -305,7 +305,7 @@ def test_a_file_that_others_may_write_to_is_built_again(tmp_path: Path):
     assert whole.stat().st_mode & 0o022 == 0
 
 
-def test_folders_and_files_are_the_users_own_whatever_the_umask(tmp_path: Path):
+def test_only_the_user_can_write_folders_and_files_whatever_the_umask(tmp_path: Path):
     before = os.umask(0)
     try:
         KernelCache(tmp_path / "new" / "cache").get_or_build("k" * 40, ".so", Builder())
@@ -315,7 +315,7 @@ def test_folders_and_files_are_the_users_own_whatever_the_umask(tmp_path: Path):
         assert path.suffix == ".lock" or path.stat().st_mode & 0o022 == 0, path
 
 
-def test_a_group_of_one_is_its_user(monkeypatch: pytest.MonkeyPatch):
+def test_a_group_with_one_member_counts_as_private(monkeypatch: pytest.MonkeyPatch):
     """On systems with umask 0002, each user has a private group of the same name."""
     user = SimpleNamespace(pw_name="ann", pw_gid=1000)
     monkeypatch.setattr(cache_module.pwd, "getpwuid", lambda number: user)

@@ -43,11 +43,11 @@ def test_the_node_that_writes_a_bad_value_is_named_with_its_line(tmp_path: Path,
     assert "test_check_values.py" in str(error.value)
 
 
-def test_without_the_option_nobody_looks(tmp_path: Path):
+def test_without_the_option_values_are_not_checked(tmp_path: Path):
     assert run(tmp_path, torch.full((8, 8), -1.0)).isnan().all()
 
 
-def test_every_launch_is_waited_for():
+def test_sync_kernels_synchronizes_after_every_launch():
     program, _, _ = compiled(lambda x: x.sin().sum() + x.mm(x).sum(), torch.randn(4, 4))
     plain = PythonWrapper(program).source
     synced = PythonWrapper(program, checks=frozenset({"sync"})).source
@@ -55,6 +55,6 @@ def test_every_launch_is_waited_for():
     assert synced.count("values.synchronize(") == len(synced.splitlines()) - len(plain.splitlines()) > 1
 
 
-def test_an_unknown_kind_is_an_error_with_its_neighbour():
+def test_an_unknown_kind_is_an_error_that_names_the_nearest():
     with pytest.raises(ConfigError, match="no kind of value named 'nans'; nearest: nan"):
         Config(check_values="nans")

@@ -22,7 +22,7 @@ _c10d = torch.ops._c10d_functional
 _GATHERED = [(3, 2), (0, 2), (), (5,)]
 
 
-def test_collectives_apart_are_torchs():
+def test_separate_collectives_equal_those_of_torch():
     assert values_on_ranks(_gathers, 2) == [None, None]
 
 
@@ -71,7 +71,7 @@ void *memcpy(void *to, const void *from, size_t bytes) {
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="memcpy in x86-64 assembly")
-def test_gathers_in_flight_leave_the_heap_as_it_was(tmp_path: Path):
+def test_concurrent_gathers_do_not_corrupt_the_heap(tmp_path: Path):
     """Without `SAFE_OVER_GLOO` both ranks abort: malloc(): unaligned tcache chunk detected."""
     source, library = tmp_path / "slow.c", tmp_path / "slow.so"
     source.write_text(_SLOW)

@@ -87,7 +87,7 @@ def test_wrong_arguments_of_a_launch_are_an_error_that_names_it(tmp_path: Path):
             launch(*wrong)
 
 
-def test_what_a_graph_lacks_is_compiled_a_file_per_core(tmp_path: Path):
+def test_missing_kernels_are_compiled_in_one_file_per_core(tmp_path: Path):
     kernels, files = counted("kernel_compiles"), counted("file_compiles")
     launchers = load_kernels([with_a_helper(at) for at in range(9)], tmp_path)
     assert counted("kernel_compiles") - kernels == 9
@@ -98,7 +98,7 @@ def test_what_a_graph_lacks_is_compiled_a_file_per_core(tmp_path: Path):
         assert torch.equal(y, x + at)
 
 
-def test_a_line_of_the_user_that_ends_with_a_backslash_leaves_the_code_below_it(tmp_path: Path):
+def test_a_comment_that_ends_with_a_backslash_does_not_hide_the_next_line(tmp_path: Path):
     one = 'extern "C" void one(long* out0, long threads) { *out0 = ONE; }\n'
     kernel = CppKernel("one", one, 1, 0, "return x + 1, \\\nand so on \\ ", prelude="#define ONE 1\n")
     out = torch.zeros(1, dtype=torch.int64)
@@ -192,7 +192,7 @@ def test_a_program_that_is_no_compiler_is_named(monkeypatch: pytest.MonkeyPatch)
         find_compiler()
 
 
-def test_a_refused_source_is_kept_and_shown(tmp_path: Path):
+def test_a_source_that_does_not_compile_is_stored_and_named(tmp_path: Path):
     broken = CppKernel("broken", 'extern "C" void broken(long threads) { wrong(); }\n', 0, 0, "from layer 7")
     with pytest.raises(ToolchainError) as caught:
         load_kernels([broken], tmp_path)

@@ -40,7 +40,7 @@ def test_the_first_call_runs_the_second_records_later_ones_replay():
         assert (recorder.recorded, recorder.replays) == (recorded, replays)
 
 
-def test_recordings_go_before_process_groups_do():
+def test_recordings_are_freed_before_process_groups_are_destroyed():
     """Otherwise NCCL would wait forever for CUDA graphs that contain its launches."""
     recorder, part = one_part()
     x, w = numbers(1.0, 2.0), numbers(3.0, 4.0)
@@ -89,7 +89,7 @@ def test_a_copied_argument_of_another_layout_is_recorded_anew():
     assert recorder.recorded == 2
 
 
-def test_what_a_part_changes_is_changed_where_the_caller_has_it():
+def test_arguments_that_a_part_changes_are_changed_in_the_callers_memory():
     def grow(args: list[Any]) -> tuple[Tensor, ...]:
         (x,) = args
         args.clear()
@@ -103,7 +103,7 @@ def test_what_a_part_changes_is_changed_where_the_caller_has_it():
         assert torch.equal(x, torch.ones(3))
 
 
-def test_parts_behind_a_new_recording_are_recorded_again():
+def test_parts_after_a_new_recording_are_recorded_again():
     recorder = Repeated()
     parts = Parts("test", recorder)
     first, second = parts.part()(scaled), parts.part(inner=[0])(scaled)
@@ -123,7 +123,7 @@ def test_parts_behind_a_new_recording_are_recorded_again():
     assert list(second.recording.placed) == [0, 1], "what the first part made is read where it lies"
 
 
-def test_within_somebody_elses_recording_parts_run_as_they_are():
+def test_parts_run_without_recording_inside_another_recording():
     recorder, part = one_part()
     x, w = numbers(1.0, 2.0), numbers(3.0, 4.0)
     part([x, w])
@@ -143,14 +143,14 @@ def test_within_somebody_elses_recording_parts_run_as_they_are():
     ],
     ids=["transposed", "strided", "expanded", "empty", "scalar"],
 )
-def test_copies_have_the_layout_and_memory_of_their_own(tensor: Tensor):
+def test_copies_have_the_same_layout_and_their_own_memory(tensor: Tensor):
     (copy,) = Parts("test", Repeated()).copied(tensor)
     assert torch.equal(copy, tensor)
     assert copy.stride() == tensor.stride()
     assert tensor.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
 
 
-def test_what_cannot_be_captured_names_the_part():
+def test_a_capture_error_names_the_part():
     def refuses(args: list[Any]) -> tuple[Tensor, ...]:
         if calls:
             raise RuntimeError("operation not permitted when stream is capturing")

@@ -47,12 +47,12 @@ def test_two_compilations_give_one_schedule_and_equal_bits(tmp_path: Path):
     assert "embedding_dense_backward" in schedules[1]
 
 
-def test_nothing_is_measured_to_find_a_kept_step(tmp_path: Path):
+def test_nothing_is_measured_to_compute_a_cache_key(tmp_path: Path):
     run(tmp_path / "a", torch.randint(0, 10, (4, 64)), deterministic=True, warm_start=True)
     assert not list(tmp_path.glob("*/profile-*.json"))
 
 
-def test_the_switch_of_torch_means_the_same(tmp_path: Path):
+def test_the_switch_of_torch_has_the_same_effect(tmp_path: Path):
     tokens = torch.randint(0, 10, (4, 64))
     _, by_option, _ = run(tmp_path / "a", tokens, deterministic=True)
     with deterministic(True):
@@ -60,7 +60,7 @@ def test_the_switch_of_torch_means_the_same(tmp_path: Path):
     assert by_option == by_switch
 
 
-def test_the_switch_is_on_while_graphs_run_and_as_it_was_afterwards():
+def test_the_switch_is_on_while_graphs_run_and_restored_afterwards():
     seen = []
     call = deterministically(lambda args: seen.append(torch.are_deterministic_algorithms_enabled()), True)
     call([])

@@ -78,7 +78,7 @@ def expect_same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("run", SCENARIOS)
-def test_the_same_as_under_torchs_wrapper(run: Callable[[Compile], Any], lean: list[StepPlan]):
+def test_scenarios_give_the_same_as_under_torchs_wrapper(run: Callable[[Compile], Any], lean: list[StepPlan]):
     ours, expected = observed(run, "overlapc"), observed(run, "aot_eager")
     assert lean, "the step ran under torch's wrapper: nothing was tested"
     expect_same(ours, expected)
@@ -340,7 +340,7 @@ def test_results_that_are_dtensors_are_left_to_torch(lean: list[StepPlan]):
     assert counted("steps_under_torchs_wrapper") == before + 1
 
 
-def test_other_tensors_that_hold_tensors_are_left_to_torch(lean: list[StepPlan]):
+def test_other_tensor_subclasses_are_left_to_torch(lean: list[StepPlan]):
     def function(w: Tensor) -> Tensor:
         return (w * 2).sum()
 
@@ -373,7 +373,7 @@ def test_saved_tensors_hooks_are_left_to_torch(lean: list[StepPlan]):
     assert packed
 
 
-def test_partial_inputs():
+def test_partial_inputs_have_replicated_gradients():
     """A DTensor input may be a partial sum."""
     step = torch.compile(lambda x: x.redistribute(placements=[Replicate()]).to_local().sum(), backend=backend)
     for _ in range(3):

@@ -26,7 +26,7 @@ def gradients(function: Callable[..., Tensor], memory: Tensor, begin: int) -> tu
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_gradient_through_as_strided(nested: bool) -> None:
+def test_a_gradient_through_as_strided_is_right_at_another_offset(nested: bool) -> None:
     def strided(x: Tensor, w: Tensor) -> Tensor:
         return torch.as_strided(x, (2, 3), (3, 1), 4).sin() * w
 
@@ -44,7 +44,7 @@ def test_a_gradient_through_as_strided(nested: bool) -> None:
     assert counted(EAGERLY) == 1
 
 
-def test_an_input_changes_beside_another_in_one_memory() -> None:
+def test_inputs_that_share_memory_and_change_are_right_at_other_offsets() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         x.mul_(2)
         y.add_(1)
@@ -61,7 +61,7 @@ def test_an_input_changes_beside_another_in_one_memory() -> None:
     torch.testing.assert_close(called(compiled, 0, 3), called(function, 0, 3))
 
 
-def test_inputs_that_nothing_changes_may_lie_anywhere() -> None:
+def test_unchanged_inputs_may_have_any_offset() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         return x * y + x.as_strided((2,), (1,), 0).sum()
 
@@ -93,7 +93,7 @@ def test_as_strided_counts_from_the_start_of_a_changed_inputs_memory() -> None:
         torch.testing.assert_close(called(compiled, 5), called(function, 5))
 
 
-def test_changed_inputs_in_one_memory_whose_symbolic_sizes_turned_out_constant() -> None:
+def test_changed_inputs_in_one_memory_with_specialized_sizes_run_eagerly() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         y.add_(1)
         return x + torch.arange(4.0)

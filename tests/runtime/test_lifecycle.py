@@ -50,7 +50,7 @@ def test_a_buffer_that_is_never_freed_is_named():
         call([x])
 
 
-def test_memory_that_somebody_else_holds_is_named():
+def test_memory_that_is_still_referenced_is_named():
     life = Lifecycle("g", [])
     held = torch.empty(10)
     life.allocated("buf", held, 40)
@@ -58,7 +58,7 @@ def test_memory_that_somebody_else_holds_is_named():
         life.freed(["buf"])
 
 
-def test_what_gloo_lets_go_of_a_moment_after_the_wait_is_no_error():
+def test_a_tensor_that_gloo_releases_shortly_after_the_wait_is_no_error():
     life, held = Lifecycle("g", []), [torch.empty(10)]
     life.arrived("part", held[0])
     life.started("gather", {}, {"part": held[0]}, ["part"])
@@ -89,7 +89,7 @@ def _nested_steps() -> int:
     return done
 
 
-def test_a_write_behind_the_end_names_the_buffer_and_the_node():
+def test_a_write_past_the_end_names_the_buffer_and_the_node():
     life = Lifecycle("g", [])
     a = life.allocate("a", (3,), (1,), torch.float32, "cpu", 12)
     life.ran("kernel", {"a": a.fill_(1)})
@@ -116,7 +116,7 @@ def _in_flight() -> tuple[Lifecycle, dict[str, torch.Tensor]]:
     return life, tensors
 
 
-def test_a_collective_in_flight_may_be_read_beside_but_not_written_or_freed():
+def test_buffers_of_a_collective_in_flight_may_not_be_written_or_freed():
     life, tensors = _in_flight()
     life.runs("reader", tensors | {"result": None}, ["other"])
     with pytest.raises(LifecycleError, match="result is used by reader before gather has arrived in it"):
@@ -129,7 +129,7 @@ def test_a_collective_in_flight_may_be_read_beside_but_not_written_or_freed():
         life.took_over("new", "given", tensors["given"])
 
 
-def test_after_its_wait_a_collective_is_no_matter():
+def test_after_the_wait_buffers_of_a_collective_may_be_written_and_freed():
     life, tensors = _in_flight()
     life.waited("result", tensors["result"])
     life.runs("writer", tensors, ["given", "result"])
@@ -179,7 +179,7 @@ def test_views_and_inputs_share_memory_without_being_counted_twice():
     life.returned({"part": base})
 
 
-def test_a_takeover_moves_the_name():
+def test_a_buffer_that_takes_over_memory_replaces_the_old_name():
     life = Lifecycle("g", [])
     a, other = torch.empty(10), torch.empty(10)
     life.allocated("a", a, 40)

@@ -89,7 +89,7 @@ def test_scratch_memory_comes_after_the_tensors(made, driver: Driver):
     assert driver.launches()[0][5:10] == [a.data_ptr(), b.data_ptr(), memory.data_ptr(), 0, 0]
 
 
-def test_what_it_was_not_made_for_goes_elsewhere(made, driver: Driver):
+def test_unaligned_tensors_and_other_devices_use_the_fallback(made, driver: Driver):
     otherwise = Fallback()
     launch = launcher(made[0], otherwise)
     a, b = torch.zeros(9), torch.zeros(8)
@@ -100,7 +100,7 @@ def test_what_it_was_not_made_for_goes_elsewhere(made, driver: Driver):
     assert not driver.launches()
 
 
-def test_errors_are_the_callers(made, driver: Driver):
+def test_errors_are_raised_to_the_caller(made, driver: Driver):
     launch = launcher(made[0], Fallback())
     a, b = torch.zeros(8), torch.zeros(8)
     with pytest.raises(TypeError, match="kernel takes 2 tensors, not 1"):
@@ -142,7 +142,7 @@ def test_a_launcher_and_its_owner_are_collected(made, driver: Driver):
     assert held() is None
 
 
-def test_without_a_driver_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_without_a_driver_there_is_no_launcher(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO", logger="overlapc"):
         assert native.launcher_type(tmp_path, str(tmp_path / "none.so")) is None
     assert "through torch" in caplog.text
@@ -154,6 +154,6 @@ def test_a_library_that_is_no_driver_is_refused(tmp_path: Path, caplog: pytest.L
     assert "libc.so.6 is not a CUDA driver" in caplog.text
 
 
-def test_a_compiler_that_refuses_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_working_compiler_there_is_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "false")
     assert native.launcher_type(tmp_path / "other") is None

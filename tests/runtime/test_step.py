@@ -52,7 +52,7 @@ def leaf(*size: int) -> Tensor:
     return torch.randn(*size, requires_grad=True)
 
 
-def test_gradients_of_every_input_and_layout(compiled):
+def test_gradients_are_right_for_every_input_and_tangent_layout(compiled):
     x, y = leaf(4, 6), leaf(6)
     frozen = torch.randn(4, 6)
 
@@ -68,14 +68,14 @@ def test_gradients_of_every_input_and_layout(compiled):
     assert frozen.grad is None
 
 
-def test_outputs_that_nobody_differentiates_count_as_zero(compiled):
+def test_outputs_that_are_not_differentiated_have_zero_gradients(compiled):
     x = leaf(5)
     step = compiled(lambda x: (x.sin(), x.exp()), x)
     step(x)[1].sum().backward()
     torch.testing.assert_close(x.grad, x.detach().exp())
 
 
-def test_integers_among_outputs_have_no_gradient(compiled):
+def test_integer_outputs_have_no_gradient(compiled):
     x = leaf(7)
     step = compiled(lambda x: (x.sin(), x.argmax(), (x > 0)), x)
     value, index, mask = step(x)
@@ -87,7 +87,7 @@ def test_integers_among_outputs_have_no_gradient(compiled):
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_a_step_without_gradients_is_kept_too(compiled):
+def test_a_step_without_gradients_is_cached(compiled):
     x = torch.randn(5)
     step = compiled(lambda x: x.sin() + 1, x)
     torch.testing.assert_close(step(x), x.sin() + 1)
@@ -114,7 +114,7 @@ def test_second_derivatives_are_an_error_that_says_so(compiled):
         grad.sum().backward()
 
 
-def test_second_derivatives_of_some_inputs_are_no_constants(compiled):
+def test_second_derivatives_of_some_inputs_are_an_error(compiled):
     x = leaf(5)
     step = compiled(lambda x: x.sin(), x)
     (grad,) = torch.autograd.grad(step(x).sum(), x, create_graph=True)
@@ -165,7 +165,7 @@ def test_activations_are_freed_during_backward(compiled):
     assert seen == [False]
 
 
-def test_a_step_that_is_not_kept_runs_without_the_wrapper_too():
+def test_a_step_that_is_not_cached_runs_without_the_wrapper():
     x = leaf(5)
     options = {"warm_start": False, "native": False}
     step = torch.compile(lambda x: x.sin(), backend="overlapc", options=options)
@@ -177,7 +177,7 @@ def test_a_step_that_is_not_kept_runs_without_the_wrapper_too():
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_what_a_no_grad_block_reads_is_not_recorded():
+def test_reads_in_a_no_grad_block_are_not_recorded():
     weight, x = leaf(4, 4), torch.randn(4, 4)
 
     def function(x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def sine() -> Any:
     return step_function(StepPlan(1, (), (tangent,), trains=True, autocast=False), forward, backward)
 
 
-def test_under_functorch_dynamo_runs_what_was_written(compiled):
+def test_under_functorch_transforms_dynamo_runs_the_original_function(compiled):
     """Therefore a step need not check whether a functorch transform is active."""
     x = leaf(5)
     step = compiled(lambda x: x.sin(), x)
@@ -241,7 +241,7 @@ def test_hooks_on_saved_tensors_see_what_is_saved():
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_gradients_are_free_once_backward_has_read_them():
+def test_gradients_are_freed_once_backward_has_read_them():
     """In torch 2.13, where the engine passes them in a list."""
     import weakref
 
@@ -286,7 +286,7 @@ def dynamo_in_another_thread():
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["alone", "beside-dynamo"])
-def test_backward_goes_on_in_the_memory_of_what_forward_saved(
+def test_backward_reuses_the_memory_of_saved_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, elsewhere: bool
 ):
     """But it does not reuse memory that a second backward or a hook still needs.
@@ -329,7 +329,7 @@ def test_backward_goes_on_in_the_memory_of_what_forward_saved(
 
 
 @pytest.mark.parametrize("evaluates", [None, False], ids=["Python", "Dynamo"])
-def test_what_python_holds_is_counted_whoever_evaluates_frames(evaluates: bool | None):
+def test_references_are_counted_right_whoever_evaluates_frames(evaluates: bool | None):
     """Dynamo's frame evaluation holds one more reference to arguments."""
 
     def call(kept: list[Tensor], keep: bool) -> bool:
@@ -347,7 +347,7 @@ def test_what_python_holds_is_counted_whoever_evaluates_frames(evaluates: bool |
         set_eval_frame(prior)
 
 
-def test_the_frame_evaluator_changes_hands_without_losing_references():
+def test_swapping_the_frame_evaluator_loses_no_references():
     """As in backward, which on a GPU runs on its own thread."""
 
     def callback(*_: object) -> None:
@@ -368,7 +368,7 @@ def test_the_frame_evaluator_changes_hands_without_losing_references():
     assert sys.getrefcount(callback) == before
 
 
-def test_what_a_collectives_thread_holds_is_not_taken_over_while_it_writes():
+def test_memory_that_a_collectives_thread_holds_is_not_reused_while_it_writes():
     taken = values_on_ranks(_taking_over_what_arrived, 2)
     assert all(sum(each) for each in taken), "some are taken over: gloo's thread has let go of them by then"
 
@@ -402,7 +402,7 @@ def test_results_may_be_changed_in_place(wrapper: str):
         torch.testing.assert_close(torch.autograd.grad(result.square().sum(), (x, weight)), expected)
 
 
-def test_compiled_autograd_traces_what_it_knows(tmp_path: Path):
+def test_compiled_autograd_traces_steps(tmp_path: Path):
     """Also if an earlier compilation without compiled autograd has cached the step."""
     x, weight = torch.randn(4, 4), leaf(4, 4)
 
@@ -426,7 +426,7 @@ def test_compiled_autograd_traces_what_it_knows(tmp_path: Path):
 
 
 @pytest.mark.parametrize("where", ["inside", "outside", "nowhere"])
-def test_tensors_that_hold_others_keep_torchs_wrapper(where: str):
+def test_steps_of_tensor_subclasses_keep_torchs_wrapper(where: str):
     """torch 2.11 does not tell a backend which graphs involve DTensors."""
     captured: list[bool] = []
 

@@ -37,7 +37,7 @@ def lean(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
 
 @pytest.mark.parametrize("run", SCENARIOS)
-def test_the_same_as_under_torchs_wrapper(run: Callable[[Compile], Any], lean: list[StepPlan]):
+def test_scenarios_give_the_same_as_under_torchs_wrapper(run: Callable[[Compile], Any], lean: list[StepPlan]):
     ours, expected = observed(run, "overlapc"), observed(run, "aot_eager")
     assert lean, "the step ran under torch's wrapper: nothing was tested"
     torch.testing.assert_close(ours, expected)
@@ -345,7 +345,7 @@ def test_inputs_that_overlap_are_left_to_torch(lean: list[StepPlan]):
     assert not lean
 
 
-def test_a_kept_step_is_not_found_for_inputs_that_overlap(tmp_path: Any):
+def test_a_cached_step_is_not_used_for_inputs_that_overlap(tmp_path: Any):
     def function(a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)
         return b * 2
@@ -363,7 +363,7 @@ def test_a_kept_step_is_not_found_for_inputs_that_overlap(tmp_path: Any):
             torch.testing.assert_close(base, expected)
 
 
-def test_what_a_hook_returns_is_looked_at_before_a_kernel_reads_it():
+def test_a_tensor_returned_by_a_hook_is_checked_before_a_kernel_reads_it():
     step, x = torch.compile(lambda x: x.sin(), backend=backend, options={"warm_start": False}), leaf(4, 4)
     step(x).sum().backward()
     step(x).sum().backward()

@@ -38,7 +38,7 @@ def test_only_the_same_layout_is_known(layouts: support.Layouts, first: Tensor, 
     assert not layouts.known(first, torch.empty(7))
 
 
-def test_nothing_is_known_before_the_first_call_and_the_first_stays():
+def test_only_the_layouts_of_the_first_call_are_known():
     layouts = support.Layouts()
     assert not layouts.known(torch.empty(3))
     layouts.learn(torch.empty(3))
@@ -47,7 +47,7 @@ def test_nothing_is_known_before_the_first_call_and_the_first_stays():
     assert not layouts.known(torch.empty(4))
 
 
-def test_no_tensor_is_held():
+def test_layouts_hold_no_tensor():
     tensor = torch.empty(3)
     storage = weakref.ref(tensor.untyped_storage())
     layouts = support.Layouts()

@@ -55,7 +55,7 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     triton_workers._shared.close()
 
 
-def test_workers_compile_what_the_launcher_then_finds(tmp_path: Path, compiled_here: list[bool], two_workers: None):
+def test_the_launcher_finds_what_workers_compiled(tmp_path: Path, compiled_here: list[bool], two_workers: None):
     kernels = three(tmp_path)
     compile_ahead(kernels, tmp_path)
     for each in kernels.values():
@@ -66,7 +66,7 @@ def test_workers_compile_what_the_launcher_then_finds(tmp_path: Path, compiled_h
     assert compiled_here == []  # this process did not request kernels from Triton
 
 
-def test_what_a_worker_refuses_the_launcher_compiles_and_explains(tmp_path: Path, two_workers: None):
+def test_the_launcher_explains_errors_of_kernels_that_workers_refused(tmp_path: Path, two_workers: None):
     good = three(tmp_path)
     source = source_of(512)
     broken = dataclasses.replace(source, text=source.text.replace("tl.load(", "tl.lord("))
@@ -88,7 +88,7 @@ def test_a_worker_that_dies_leaves_its_kernels_to_the_launcher(tmp_path: Path):
     workers.close()
 
 
-def test_what_was_compiled_before_needs_no_workers(tmp_path: Path, two_workers: None):
+def test_cached_kernels_need_no_workers(tmp_path: Path, two_workers: None):
     kernels = three(tmp_path)
     for each in kernels.values():
         each.obtain(tmp_path)
@@ -110,7 +110,7 @@ def test_a_damaged_entry_is_compiled_again(tmp_path: Path):
         assert cubin.read_bytes() == whole
 
 
-def test_a_key_holds_all_that_the_code_depends_on(tmp_path: Path):
+def test_a_key_covers_everything_that_the_code_depends_on(tmp_path: Path):
     source = source_of(1000)
     (usual,) = stages(source, tmp_path)
     assert stages(source, tmp_path / "elsewhere")[0].key == usual.key

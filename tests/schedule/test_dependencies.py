@@ -64,21 +64,21 @@ def test_unknown_communication_keeps_its_order():
     assert edges("a = comm:send(x) @pp; b = comm:receive(y) @pp") == {("a", "b"): Why.BARRIER}
 
 
-def test_communication_that_is_vouched_for_keeps_its_place_in_its_group_only():
+def test_safe_communication_keeps_its_order_only_within_its_group():
     found = edges("a = all_gather(x) @dp; t = all_gather(x) @tp; c = comm:swap(y) @tp safe=yes; b = all_gather(x) @dp")
     assert found == {("a", "b"): Why.COLLECTIVE_ORDER, ("t", "c"): Why.COLLECTIVE_ORDER}
 
 
-def test_weak_edges():
+def test_weak_edges_are_dependences():
     assert edges("a = kernel(x); b = kernel(x) after=a") == {("a", "b"): Why.AFTER}
 
 
-def test_an_unknown_node_to_come_after_is_named():
+def test_an_unknown_name_in_after_is_an_error():
     with pytest.raises(ScheduleError, match="b comes after aa: no node named 'aa'; nearest: a"):
         edges("a = kernel(x); b = kernel(x) after=aa")
 
 
-def test_who_may_reorder_collectives_makes_the_order_to_keep():
+def test_a_reordering_defines_the_new_order_of_collectives():
     before = parse("a = all_gather(x) @dp; b = all_gather(x) @dp; k = kernel(x); c = all_gather(k) @dp")
     after = before.replace_order(("k", "c", "b", "a"), reorder_collectives=True)
     found = {

@@ -28,7 +28,7 @@ def read_from_the_end(schedule: Schedule, launches: Collection[str]) -> list[int
 
 @given(schedules(most_nodes=40), st.sets(st.integers(0, 39)))
 @settings(max_examples=200, deadline=None)
-def test_what_stays_is_what_something_reads_or_must_run(schedule, numbers):
+def test_nodes_remain_if_they_are_read_or_must_run(schedule, numbers):
     starts = [start.name for start in schedule.starts()]
     launches = {name for at, name in enumerate(starts) if at in numbers}
     assert left_without(schedule, launches) == read_from_the_end(schedule, launches)

@@ -40,19 +40,19 @@ def test_inputs_live_unless_they_may_be_freed():
     assert live("x = input freeable : 4B; a = kernel(x) : 1B; b = kernel(a)") == (5, 1)
 
 
-def test_what_is_in_flight_lives_until_its_wait():
+def test_buffers_in_flight_live_until_their_wait():
     text = "g = kernel() : 8B; rs = reduce_scatter(g) @dp : 2B; k = kernel() : 1B; w = wait(rs); return w"
     assert live(text) == (8, 10, 11, 10)
     assert frees(text) == ((), (), ("k",), ("g",))
 
 
-def test_a_coalesced_start_may_have_a_wait_an_output():
+def test_a_coalesced_start_may_have_a_wait_per_output():
     text = "a, b = all_gather(p, q) @dp : 2B, 3B; w = wait(a); x = kernel(w) : 1B; v = wait(b); y = kernel(v) : 1B"
     assert live(text) == (5, 5, 6, 5, 6 - 2)
     assert frees(text) == ((), (), ("x",), ("a",), ("b", "y"))
 
 
-def test_a_start_that_nobody_waits_for_keeps_its_memory():
+def test_a_start_without_a_wait_keeps_its_memory():
     assert frees("g = kernel() : 8B; rs = reduce_scatter(g) @dp : 2B; k = kernel()") == ((), (), ("k",))
 
 
@@ -60,7 +60,7 @@ def test_scratch_lives_while_its_node_runs():
     assert live("a = kernel() scratch=7B : 1B; b = kernel(a) : 2B") == (8, 3)
 
 
-def test_outputs_are_never_freed_and_the_peak_has_a_place():
+def test_outputs_are_never_freed_and_the_peak_has_a_position():
     profile = analyze(parse("a = kernel() : 5B; b = kernel(a) : 9B; c = kernel() : 1B; return a"))
     assert (profile.peak_bytes, profile.peak_at) == (14, 1)
     assert profile.frees == ((), ("b",), ("c",))
@@ -68,7 +68,7 @@ def test_outputs_are_never_freed_and_the_peak_has_a_place():
 
 @given(schedules(), st.data())
 @settings(max_examples=200, deadline=None)
-def test_moves_give_what_recomputing_gives(schedule, data):
+def test_moves_update_memory_as_a_new_analysis_computes_it(schedule, data):
     """After every valid move of a block, live bytes and peak equal those of a new analysis."""
     timeline = MemoryTimeline(schedule)
     deps = dependencies.of(schedule)
@@ -93,7 +93,7 @@ def test_moves_give_what_recomputing_gives(schedule, data):
         assert [timeline.position[node] for node in order] == list(range(count))
 
 
-def test_the_debug_mode_names_the_node_where_bytes_went_missing():
+def test_the_debug_mode_names_the_node_whose_bytes_are_wrong():
     schedule = parse("a = kernel() : 5B; b = kernel() : 3B; c = kernel(a) : 1B; return c")
     timeline = MemoryTimeline(schedule, check=True)
     timeline.move(1, 2, 2)

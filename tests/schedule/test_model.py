@@ -12,7 +12,7 @@ from tests.graphs import order_of, reordered, schedules
 TEXT = "ag0 = all_gather(%p0) @dp; %v = view(ag0); %w0 = wait(%v); %h = kernel(%x); %y = kernel(%h, %w0)"
 
 
-def test_questions_about_names():
+def test_names_resolve_to_producers_readers_roots_starts_and_waits():
     schedule = parse(TEXT)
     assert schedule.producer("%p0") is None
     assert schedule.producer("%h").name == "%h"
@@ -41,7 +41,7 @@ def test_moves_leave_the_old_schedule_alone():
     assert schedule.move("%w0", before="%w0") is schedule
 
 
-def test_move_takes_one_place():
+def test_move_takes_one_position():
     with pytest.raises(ScheduleError, match="one of before= and after="):
         parse(TEXT).move("%h")
 
@@ -57,7 +57,7 @@ def test_estimates_are_set_by_name():
     assert schedule.node("%y").estimate is None
 
 
-def test_a_wait_without_a_start():
+def test_a_wait_without_a_start_is_an_error():
     with pytest.raises(ScheduleError, match="waits for nothing"):
         parse("%w = wait(%x)").start_of("%w")
 
@@ -76,7 +76,7 @@ def test_an_alias_of_itself_is_refused():
 
 @given(schedules(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_reordered_schedule_knows_what_a_new_one_would(schedule, data):
+def test_a_reordered_schedule_answers_like_a_new_one(schedule, data):
     moved = data.draw(reordered(schedule))
     fresh = replace(moved, moved_from=None)
     assert moved.positions == fresh.positions

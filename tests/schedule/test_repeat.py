@@ -43,7 +43,7 @@ def few(*layers, **how):
 
 
 @pytest.mark.parametrize("layers", [3, 5, 6, 40])
-def test_more_layers_are_written_as_they_would_be_traced(layers):
+def test_schedules_of_more_layers_equal_traced_ones(layers):
     whole = step(layers)
     found = repeated(few(3, 4, 5), layers)
     assert found == whole
@@ -56,7 +56,7 @@ def test_a_time_that_changes_along_the_layers_is_irregular():
         repeated(few(3, 4, 5, time_of=lambda layer: f"{20 + layer}us"), 9)
 
 
-def test_the_third_schedule_has_to_confirm_what_two_say():
+def test_the_third_schedule_must_confirm_the_first_two():
     schedules = {**few(3, 4), 5: step(5, wide=1)}
     with pytest.raises(Irregular, match=r"loss differs from what fewer layers predict: h_5, h_0 instead of h_5$"):
         repeated(schedules, 9)
@@ -78,7 +78,7 @@ def test_more_growth_than_before_is_irregular():
         repeated({layers: parse(text) for layers, text in texts.items()}, 9)
 
 
-def test_payloads_are_those_of_like_nodes():
+def test_payloads_are_those_of_corresponding_nodes():
     def carrying(schedule):
         return replace(schedule, nodes=tuple(replace(node, payload=node.op) for node in schedule.nodes))
 

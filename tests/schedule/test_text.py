@@ -47,7 +47,7 @@ def test_random_schedules_survive_the_text(schedule):
     assert parse(str(schedule)) == schedule
 
 
-def test_what_carries_a_collective_is_said_and_read_back():
+def test_the_transport_of_a_collective_survives_the_text():
     schedule = parse("rs = reduce_scatter(a, b) @dp(4) via copy unit=m : 4MiB 3us; ag = all_gather(c) @dp(4) : 1MiB")
     assert [node.queue for node in schedule.starts()] == ["dp via copy", "dp"]
     assert {node.group for node in schedule.starts()} == {"dp"}
@@ -56,7 +56,7 @@ def test_what_carries_a_collective_is_said_and_read_back():
         parse("rs = reduce_scatter(a) @dp via coppy")
 
 
-def test_the_form_of_the_design_document():
+def test_the_example_of_the_design_document_parses():
     schedule = parse("""
         schedule llama_fwd  budget=12.0GiB
         %p0    = input                      : 64MiB
@@ -71,7 +71,7 @@ def test_the_form_of_the_design_document():
     assert schedule.root("%w0") == "ag0"
 
 
-def test_what_a_text_leaves_out():
+def test_omitted_parts_of_a_text_have_defaults():
     schedule = parse("""
         x = input : 4KiB
         full = all_gather(x) @dp(2) : 8KiB
@@ -95,7 +95,7 @@ def test_what_a_text_leaves_out():
     assert parse("schedule budget=4KiB").budget_bytes == 4096
 
 
-def test_a_text_says_no_more_than_it_must():
+def test_a_text_omits_defaults():
     text = """\
 schedule s
 x    = input                            : 4KiB
@@ -138,7 +138,7 @@ def test_a_comment_that_is_an_origin_reads_back(origin):
     assert parse("y = kernel()  # as written by hand").nodes[0].origin == Origin()
 
 
-def test_a_longer_name_moves_no_other_line():
+def test_a_longer_name_does_not_realign_other_lines():
     short, long = (str(parse(f"a = kernel(x); {name} = kernel(a)")) for name in ("b", "bcd"))
     assert short.splitlines()[:3] == long.splitlines()[:3]
 
@@ -178,7 +178,7 @@ def test_errors_point_at_the_place(text, message, column):
     assert caret == "   " + " " * column + "^"
 
 
-def test_what_the_format_cannot_say_is_refused():
+def test_values_that_the_format_cannot_express_are_an_error():
     node = Node("y", Kind.KERNEL, "kernel", (), ("y",), estimate=Estimate(1.0, "a]b"))
     with pytest.raises(ScheduleError, match="must not contain"):
         str(Schedule("s", (node,), {"y": Buffer("y", 0)}))

@@ -42,7 +42,7 @@ def test_the_error_shows_the_lines_and_what_to_do():
         ("y = kernel(x); return z", "the output z is not a buffer"),
     ],
 )
-def test_each_rule(text, message):
+def test_each_broken_rule_is_an_error(text, message):
     assert f"sink_waits: {message}" in complaint(text)
 
 

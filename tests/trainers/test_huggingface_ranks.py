@@ -144,7 +144,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("trainer", CASES)
-def test_ten_steps_are_those_of_the_trainer_without_us(outcomes: list[dict[str, Any]], trainer: str):
+def test_ten_steps_match_the_trainer_without_overlapc(outcomes: list[dict[str, Any]], trainer: str):
     tolerance = CASES[trainer][2]
     for outcome in outcomes:
         theirs, ours = outcome[f"{trainer}, False, False"], outcome[f"{trainer}, True, False"]
@@ -154,7 +154,7 @@ def test_ten_steps_are_those_of_the_trainer_without_us(outcomes: list[dict[str, 
 
 
 @pytest.mark.parametrize("trainer", CASES)
-def test_a_trainer_goes_on_from_its_checkpoint(outcomes: list[dict[str, Any]], trainer: str):
+def test_a_trainer_resumes_from_its_checkpoint(outcomes: list[dict[str, Any]], trainer: str):
     for outcome in outcomes:
         ours, resumed = outcome[f"{trainer}, True, False"], outcome[f"{trainer}, True, True"]
         for what in ("losses", "norms"):

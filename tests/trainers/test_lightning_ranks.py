@@ -87,7 +87,7 @@ def prepare() -> None:
     assert Fabric
 
 
-def test_ten_steps_are_those_of_fabric_without_us(tmp_path: Path):
+def test_ten_steps_match_fabric_without_overlapc(tmp_path: Path):
     for outcome in values_on_ranks(work, 2, str(tmp_path), timeout_s=280, prepare=prepare):
         theirs, ours, resumed = outcome["False, False"], outcome["True, False"], outcome["True, True"]
         assert ours["collectives"] > 0

@@ -58,7 +58,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_those_of_torchtitan_without_us(outcomes: list[dict[tuple[str, str], Any]], case: str):
+def test_steps_match_torchtitan_without_overlapc(outcomes: list[dict[tuple[str, str], Any]], case: str):
     for outcome in outcomes:
         theirs, ours = outcome[case, "theirs"], outcome[case, "ours"]
         assert theirs["collectives"] == 0 < ours["collectives"]
@@ -67,7 +67,7 @@ def test_steps_are_those_of_torchtitan_without_us(outcomes: list[dict[tuple[str,
             assert furthest(*([step[kind] for step in run["logged"]] for run in (ours, theirs))) < 2e-3
 
 
-def test_torchtitan_goes_on_from_its_checkpoint(outcomes: list[dict[tuple[str, str], Any]]):
+def test_torchtitan_resumes_from_its_checkpoint(outcomes: list[dict[tuple[str, str], Any]]):
     for outcome in outcomes:
         assert outcome[SHARDED, "resumed"]["logged"] == outcome[SHARDED, "ours"]["logged"][STEPS // 2 :]
 

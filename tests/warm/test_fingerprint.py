@@ -30,7 +30,7 @@ def _plus(x: Tensor, number: float) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
-def test_a_number_that_a_program_wrote_is_part_of_it(mode: Callable[[], contextlib.AbstractContextManager[Any]]):
+def test_a_number_in_a_program_is_part_of_the_key(mode: Callable[[], contextlib.AbstractContextManager[Any]]):
     """`x[0] = 2` puts a real tensor with the value 2 into the graph; under a fake mode its value cannot be read."""
     graphs = [make_fx(partial(_plus, number=number))(X) for number in (2.0, 3.0, 2.0)]
     with mode():
@@ -58,7 +58,7 @@ def test_the_same_graph_has_the_same_key():
         (lambda x: x[1:] * 2, torch.ones(5, 6)[1:]),
     ],
 )
-def test_another_graph_has_another(function: Callable[[Tensor], Any], x: Tensor):
+def test_another_graph_has_another_key(function: Callable[[Tensor], Any], x: Tensor):
     assert key(function, x) != key(lambda x: x[1:] * 2, X)
 
 
@@ -73,7 +73,7 @@ def test_another_graph_has_another(function: Callable[[Tensor], Any], x: Tensor)
         ("val", torch.ones(3)),
     ],
 )
-def test_what_is_said_of_a_node_is_in_it(name: str, value: Any):
+def test_the_metadata_of_a_node_is_part_of_the_key(name: str, value: Any):
     graph = make_fx(lambda x: x.sin(), tracing_mode="fake")(X)
     before = graph_key(graph)
     (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
@@ -81,7 +81,7 @@ def test_what_is_said_of_a_node_is_in_it(name: str, value: Any):
     assert graph_key(graph) != before
 
 
-def test_what_a_graph_carries_counts_by_its_form_and_what_has_none_is_refused():
+def test_attributes_of_a_graph_count_by_their_layout_and_others_are_not_cacheable():
     def carrying(held: Any) -> str:
         root = nn.Module()
         root.held = held
@@ -97,7 +97,7 @@ def test_what_a_graph_carries_counts_by_its_form_and_what_has_none_is_refused():
         carrying({})
 
 
-def test_a_number_that_a_graph_carries_counts_by_its_value():
+def test_a_scalar_tensor_in_a_graph_counts_by_its_value():
     # Kernels for other devices contain the number as a constant, so a cached graph is valid for this number only.
     assert key(lambda x: x * torch.tensor(0.5), X) != key(lambda x: x * torch.tensor(0.25), X)
 
@@ -110,7 +110,7 @@ def user_key(inputs: list[Any], function: Callable[..., Any] = torch.add, **kwar
     return user_graph_key(fx.GraphModule(nn.Module(), graph), inputs, "step")
 
 
-def test_a_step_is_kept_by_what_its_inputs_are():
+def test_a_steps_key_depends_on_its_inputs():
     two = torch.ones(8)
     inputs = [
         [torch.ones(4), torch.ones(4)],
@@ -125,7 +125,7 @@ def test_a_step_is_kept_by_what_its_inputs_are():
     assert user_key(inputs[0]) != user_key(inputs[0], alpha=2) != user_key(inputs[0], torch.sub)
 
 
-def test_every_part_of_an_argument_counts():
+def test_every_part_of_an_argument_is_part_of_the_key():
     arguments = [
         slice(1, 4),
         slice(2, 4),
@@ -158,7 +158,7 @@ def mine(x: Tensor) -> Tensor:
         ([2], torch.sin, "an input is a int"),
     ],
 )
-def test_what_the_graph_does_not_say_is_not_kept(inputs: list[Any], function: Callable[..., Any], why: str):
+def test_graphs_that_call_foreign_code_are_not_cacheable(inputs: list[Any], function: Callable[..., Any], why: str):
     with pytest.raises(NotCacheable, match=why):
         user_key(inputs, function)
 
@@ -202,7 +202,7 @@ SWITCHES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_switches_of_torch_are_in_the_key(switch: str):
+def test_switches_of_torch_are_part_of_the_key(switch: str):
     config = Config.of({})
     before = environment_key(config)
     with SWITCHES[switch]():
@@ -210,7 +210,7 @@ def test_switches_of_torch_are_in_the_key(switch: str):
     assert environment_key(config) == before
 
 
-def test_inference_mode_is_more_than_no_gradients():
+def test_inference_mode_and_no_grad_have_different_keys():
     config = Config.of({})
     with torch.no_grad():
         without = environment_key(config)

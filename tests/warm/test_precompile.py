@@ -94,7 +94,7 @@ def test_another_function_behind_a_global_name_is_traced_again(first: tuple[Path
     assert again["loss"] != pytest.approx(first[1]["loss"], rel=1e-2)
 
 
-def test_where_a_kept_guard_fails_dynamo_traces_beside_it(first: tuple[Path, dict[str, float]], tmp_path: Path):
+def test_where_a_cached_guard_fails_dynamo_traces_another_graph(first: tuple[Path, dict[str, float]], tmp_path: Path):
     """The first names that Dynamo would generate are already in the module, from the cached trace."""
     shutil.copytree(first[0], tmp_path, dirs_exist_ok=True)
     again = run(tmp_path, SCALE="2")
@@ -108,7 +108,7 @@ def test_other_options_by_variable_are_compiled_again(first: tuple[Path, dict[st
     assert (again["captured"], again["compiled"], again["kept"]) == (1, 2, 0)
 
 
-def test_a_trace_that_depends_on_an_object_of_the_model_is_not_kept(tmp_path: Path):
+def test_a_trace_that_depends_on_an_object_of_the_model_is_not_cached(tmp_path: Path):
     model = precompiled.WithActivation(torch.relu)
     counters["overlapc"].clear()
     options = {"profile": "cpu-gloo", "warm_start": True, "cache_dir": tmp_path}
@@ -120,7 +120,7 @@ def test_a_trace_that_depends_on_an_object_of_the_model_is_not_kept(tmp_path: Pa
     assert not PrecompileContext._backend_artifacts_by_key
 
 
-def test_a_step_that_is_gone_says_so(tmp_path: Path):
+def test_a_step_that_is_no_longer_cached_is_an_error(tmp_path: Path):
     config = Config.of({"cache_dir": tmp_path, "profile": "cpu-gloo"})  # includes options set by variables
     kept = CachedStepKey("0" * 40, environment_of(config, ("cpu",)), config, None, ("cpu",))
     with pytest.raises(CachedStepMissing, match="no longer in the cache"):

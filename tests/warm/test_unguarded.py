@@ -53,13 +53,13 @@ def expect(names: tuple[Named, ...]) -> None:
         each.expect(HOME)
 
 
-def test_what_is_as_it_was_holds(of_helper: tuple[Named, ...]):
+def test_unchanged_objects_are_accepted(of_helper: tuple[Named, ...]):
     assert "G['helper']" in {each.expression for each in of_helper}
     expect(of_helper)
 
 
 @pytest.mark.parametrize("other", [lambda x: x * 3, torch.relu, types, 5], ids=["function", "builtin", "module", "int"])
-def test_anything_else_behind_the_name_is_seen(
+def test_another_object_behind_the_name_is_noticed(
     of_helper: tuple[Named, ...], other: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys.modules[HOME], "helper", other)
@@ -67,7 +67,7 @@ def test_anything_else_behind_the_name_is_seen(
         expect(of_helper)
 
 
-def test_two_lambdas_of_one_line_differ_by_what_they_do(monkeypatch: pytest.MonkeyPatch):
+def test_two_lambdas_of_one_line_differ_by_their_code(monkeypatch: pytest.MonkeyPatch):
     lambdas = [lambda x: x * 2, lambda x: x * 3]
     monkeypatch.setattr(sys.modules[HOME], "helper", lambdas[0])
     names = named(guards_of(calls_helper, torch.ones(2)), HOME)
@@ -76,13 +76,13 @@ def test_two_lambdas_of_one_line_differ_by_what_they_do(monkeypatch: pytest.Monk
         expect(names)
 
 
-def test_a_name_that_is_gone_is_seen(of_helper: tuple[Named, ...], monkeypatch: pytest.MonkeyPatch):
+def test_a_name_that_is_gone_is_noticed(of_helper: tuple[Named, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(sys.modules[HOME], "helper")
     with pytest.raises(Unguarded, match="cannot be looked up"):
         expect(of_helper)
 
 
-def test_an_argument_that_is_told_by_its_identity_cannot_be_named():
+def test_an_argument_that_is_guarded_by_identity_cannot_be_named():
     def calls(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
 

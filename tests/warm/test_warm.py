@@ -103,7 +103,7 @@ print("SAW", counted("kernel_compiles"), counted("steps_from_cache"), loss.item(
     assert seen[0][2:] == seen[1][2:]
 
 
-def test_another_graph_option_or_switch_is_another_entry(block, tmp_path: Path):
+def test_another_graph_option_or_switch_has_another_cache_entry(block, tmp_path: Path):
     model, x = block
     step(model, tmp_path, x)
     assert step(model, tmp_path, x, fusion=False)[1]["steps_from_cache"] == 0
@@ -184,7 +184,7 @@ def test_graphs_start_warm_where_steps_cannot(tmp_path: Path, adds_up: bool):
     assert buffers[0].abs().sum() > 0
 
 
-def test_tensors_that_a_graph_carries_are_this_process_own(tmp_path: Path):
+def test_tensors_in_a_cached_graph_are_those_of_this_process(tmp_path: Path):
     def double(x: Tensor) -> Tensor:
         return x * torch.tensor([1.0, 2.0, 3.0])
 
@@ -195,7 +195,7 @@ def test_tensors_that_a_graph_carries_are_this_process_own(tmp_path: Path):
         assert torch.equal(compiled(torch.ones(3)), torch.tensor([1.0, 2.0, 3.0]))
 
 
-def test_passes_of_somebody_else_cannot_be_kept_by_name_either():
+def test_foreign_passes_given_by_name_are_not_cacheable():
     """Their code is not part of the key, so after a change of a pass, the old graph would be found."""
     environment_key(Config.of({"passes": "bucket,sink_waits"}))
     register_pass("somebody_elses")(lambda schedule, ctx: (schedule, PassReport("somebody_elses")))
@@ -204,7 +204,7 @@ def test_passes_of_somebody_else_cannot_be_kept_by_name_either():
             environment_key(Config.of({"passes": passes}))
 
 
-def test_functions_among_options_cannot_be_kept():
+def test_functions_among_options_are_not_cacheable():
     with pytest.raises(NotCacheable, match="estimates"):
         environment_key(Config.of({"estimates": lambda node: None}))
     with pytest.raises(NotCacheable, match="passes"):
@@ -230,7 +230,7 @@ def test_stored_values_come_back_equal():
 
 
 @pytest.mark.parametrize("kind", ["graphs", "steps", "kernels"])
-def test_entries_that_changed_places_do_not_run(tmp_path: Path, kind: str):
+def test_swapped_entries_do_not_run(tmp_path: Path, kind: str):
     """Each program would compute the other's numbers. The checksum of an entry therefore includes its name."""
     programs = [lambda x: x.sin() + 1, lambda x: x.cos() * 2 + x.tan()]
     options = {"cache_dir": str(tmp_path), "warm_start": True, "profile": "cpu-gloo"}

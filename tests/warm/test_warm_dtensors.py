@@ -102,7 +102,7 @@ class Views(nn.Module):
         return hidden, hidden.view(-1, 4), hidden.sum()
 
 
-def test_results_that_are_views_of_one_another_are_so_at_every_call():
+def test_results_that_are_views_of_one_another_stay_views_at_every_call():
     with fake_world(4):
         model = Views()
         overlapc.fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))

@@ -50,7 +50,7 @@ def starts(root: str, transport: str, device: str = "cpu") -> list[dict[str, Any
 
 
 @pytest.mark.parametrize("transport", ["nccl", "copy"])
-def test_ranks_take_kept_graphs_together_or_not_at_all(transport: str, tmp_path: Path):
+def test_ranks_use_cached_graphs_together_or_not_at_all(transport: str, tmp_path: Path):
     check_starts(values_on_ranks(starts, 2, str(tmp_path), transport, timeout_s=240))
 
 
@@ -85,7 +85,7 @@ def divided_start(root: str) -> dict[str, Any]:
     return {"loss": loss.item(), "grads": grads, **{name: counted(name) for name in COUNTERS}}
 
 
-def test_another_job_takes_the_kept_step_of_groups_of_several_hosts(tmp_path: Path):
+def test_another_job_uses_the_cached_step_of_groups_of_several_hosts(tmp_path: Path):
     cold, warm = (values_on_ranks(divided_start, 4, str(tmp_path)) for _ in range(2))
     for before, after in zip(cold, warm, strict=True):
         assert (before["steps_from_cache"], before["graph_compiles"]) == (0, 2)

@@ -10,7 +10,7 @@ from overlapc.runtime.copies.command_queues import ThreadQueue
 from overlapc.runtime.copies.commands import Run
 
 
-def test_after_an_error_of_any_kind_every_wait_raises_it_and_none_hangs():
+def test_after_any_error_every_wait_raises_it_and_none_hangs():
     queue = ThreadQueue("dp", str, timeout_s=5.0)
     no_command: Any = object()
     failed, later = queue.run((no_command,), Run(0, 0)), queue.run((), Run(0, 0))

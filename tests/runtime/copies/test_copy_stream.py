@@ -115,7 +115,7 @@ def test_commands_run_in_order_after_the_current_stream_and_own_copies_beside_th
     assert [flag.value for flag in commands.flags] == [2, 3]
 
 
-def test_flags_wrap_around_and_any_number_of_them_is_set(made):
+def test_flags_wrap_around_and_many_are_set_in_batches(made):
     stream, driver = made
     commands = PackedCommands.of([Post(8 * at, 2) for at in range(300)])
     stream.run(CURRENT, commands.packed, 2**32 - 1, 0)

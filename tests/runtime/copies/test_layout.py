@@ -41,7 +41,7 @@ def programs(draw: st.DrawFn) -> list[Event]:
 
 
 @given(programs())
-def test_every_layout_keeps_the_rules(events):
+def test_every_layout_passes_the_check(events):
     layout = place(events)
     assert check(events, layout) is None
     assert layout.bytes == max(slot.offset + slot.bytes for slot in layout.slots)
@@ -51,7 +51,7 @@ def a_start(tensor: int, size_bytes: int) -> list[Event]:
     return [Take(tensor, size_bytes), Start((tensor,))]
 
 
-def test_a_slot_is_used_again_when_it_is_released():
+def test_a_slot_is_reused_when_it_is_released():
     a, b, c = a_start(0, 1024), a_start(1, 512), a_start(2, 1024)
     layout = place([*a, *b, Release(0), *c, Release(1), Release(2)])
     assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 1024, 0]
@@ -104,7 +104,7 @@ def test_a_broken_rule_is_noticed(index: int, change: dict[str, Any], broken: st
         ([*EVENTS[:4], Release(0), Release(1)], "other collectives"),
     ],
 )
-def test_another_program_may_go_by_a_layout_if_it_lets_go_as_early(events: list[Event], broken: str | None):
+def test_another_program_may_use_a_layout_if_it_releases_slots_as_early(events: list[Event], broken: str | None):
     assert (broken or "") in (check(events, place(EVENTS)) or "")
     assert (broken is None) == (check(events, place(EVENTS)) is None)
 
@@ -114,7 +114,7 @@ def test_events_as_text_are_the_same(events):
     assert from_text(to_text(events)) == events
 
 
-def test_ranks_whose_launches_differ_go_by_a_layout_that_holds_for_all():
+def test_ranks_whose_launches_differ_use_a_layout_that_is_valid_for_all():
     early = [*EVENTS[:4], Release(0), Release(1), *a_start(2, 1024), Release(2)]
     assert common([early, EVENTS]) == common([EVENTS, early]) == place(EVENTS)
     late = [*EVENTS[:4], *a_start(2, 1024), Release(1), Release(2), Release(0)]

@@ -213,7 +213,7 @@ def same_bytes_as_gloo() -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_are_those_of_gloo_with_random_delays_and_a_pool_that_grows(ranks):
+def test_results_equal_gloos_with_random_delays_and_a_pool_that_grows(ranks):
     for wrong, count, left in values_on_ranks(same_bytes_as_gloo, ranks):
         assert (wrong, count, left) == (0, 570, [])
 
@@ -244,7 +244,7 @@ def test_a_slot_that_is_still_read_is_not_overwritten():
     assert values_on_ranks(kept_by_a_slow_reader, 2, "careful") == [True, True]
 
 
-def test_without_waiting_for_readers_it_is_overwritten():
+def test_without_waiting_for_readers_a_slot_is_overwritten():
     """Without waiting for `done` the same program fails, so the test above can fail."""
     assert values_on_ranks(kept_by_a_slow_reader, 2, "careless")[0] is False
 
@@ -283,11 +283,11 @@ def fetched_by_a_slow_peer(rule: str) -> bool:
     return bool((result[:rows] == 1).all() and (result[rows:] == 2).all())
 
 
-def test_a_shard_is_written_over_what_peers_have_fetched():
+def test_a_shard_overwrites_a_slot_only_after_peers_have_fetched_it():
     assert values_on_ranks(fetched_by_a_slow_peer, 2, "careful") == [True, True]
 
 
-def test_without_waiting_for_peers_to_fetch_they_get_what_came_later():
+def test_without_waiting_for_fetches_peers_get_later_values():
     """Without waiting for `fetched` the same program fails, so the test above can fail."""
     assert values_on_ranks(fetched_by_a_slow_peer, 2, "careless") == [True, False]
 
@@ -337,7 +337,7 @@ def test_a_peer_that_fails_in_flight_is_named_after_the_timeout(how, tmp_path):
     assert float(seconds) < 10
 
 
-def test_ranks_that_kept_different_pools_make_a_new_one_together():
+def test_ranks_that_hold_different_pools_open_a_new_one_together():
     assert values_on_ranks(kept_by_one, 3) == [True, True, True]
 
 
@@ -371,7 +371,7 @@ def kept_by_one() -> bool:
     return all(torch.equal(a, b) for case, results in pairs for a, b in zip(by_gloo(case), results, strict=True))
 
 
-def test_all_goes_with_the_last_graph_that_holds_it():
+def test_a_pool_is_freed_with_the_last_graph_that_holds_it():
     """The thread, the memory mapping and the pool itself."""
     assert values_on_ranks(let_go, 2) == [[], []]
 
