@@ -147,10 +147,7 @@ WRONG: list[dict[str, object]] = [{"ts": "x"}, {"dur": -1}, {"name": 3}, {"args"
         '{"traceEvents": ' + DEEP,
         '{"traceEvents": 3}',
         '{"traceEvents": []}',
-        *(
-            json.dumps({"traceEvents": [EVENT | each]})
-            for each in ({"ts": "x"}, {"dur": -1}, {"name": 3}, {"args": []})
-        ),
+        *(json.dumps({"traceEvents": [EVENT | wrong]}) for wrong in WRONG),
     ],
 )
 def test_a_malformed_trace_is_refused(said: Said, content: str | bytes) -> None:

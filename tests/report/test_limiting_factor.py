@@ -71,8 +71,8 @@ def test_time_lost_to_contention_is_shown_where_it_is_known_and_large():
         "compute      0.100 ms, 0.020 ms of it because communication overlaps it: mm 60% (1), generated kernels 40% (1)"
     )
     for unsaid in (replace(slowed, alone_ns=99.5e3), replace(slowed, alone_ns=None)):
-        assert "beside" not in said(unsaid)
-    assert "beside" not in said(slowed, replace(slowed, alone_ns=None))
+        assert "overlaps" not in said(unsaid)
+    assert "overlaps" not in said(slowed, replace(slowed, alone_ns=None))
 
 
 def test_an_empty_step_is_reported_without_communication():
