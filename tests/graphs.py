@@ -20,35 +20,35 @@ def order_of(schedule: Schedule) -> list[str]:
 
 
 def check_pass(
-    each: Pass,
+    pass_fn: Pass,
     before: str,
     after: str,
     reasons: Mapping[str, str] | None = None,
     ctx: Context | None = None,
 ) -> PassReport:
-    """Assert that the pass `each` turns `before` into `after` (schedule texts) and reports these reasons.
+    """Assert that the pass turns `before` into `after` (schedule texts) and reports these reasons.
 
-    Also asserts the invariants of every pass (`check_kept`). Returns the pass's report.
+    Also asserts the invariants of every pass (`check_invariants`). Returns the pass's report.
     """
     ctx = ctx or Context()
     schedule, expected = parse(before), parse(after)
-    moved, report = each(schedule, ctx)
+    moved, report = pass_fn(schedule, ctx)
     assert order_of(moved) == order_of(expected), f"\n{moved}"
     for name, reason in (reasons or {}).items():
         assert report.reasons.get(name) == reason, report.reasons
-    check_kept(schedule, moved, ctx)
+    check_invariants(schedule, moved, ctx)
     return report
 
 
-def check_order(each: Pass, before: str, after: str, ctx: Context) -> None:
-    """Assert that the pass `each` reorders the schedule `before` into `after` (node names) and keeps the invariants."""
+def check_order(pass_fn: Pass, before: str, after: str, ctx: Context) -> None:
+    """Assert that the pass reorders the schedule `before` into `after` (node names) and keeps the invariants."""
     schedule = parse(before)
-    moved, _ = each(schedule, ctx)
-    check_kept(schedule, moved, ctx)
+    moved, _ = pass_fn(schedule, ctx)
+    check_invariants(schedule, moved, ctx)
     assert " ".join(order_of(moved)) == after
 
 
-def check_kept(schedule: Schedule, moved: Schedule, ctx: Context) -> None:
+def check_invariants(schedule: Schedule, moved: Schedule, ctx: Context) -> None:
     """Assert the invariants of every pass: a valid schedule, the order of collectives, the memory limit, and a
     simulated step no slower than before."""
     verify(

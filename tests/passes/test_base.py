@@ -9,7 +9,7 @@ from overlapc.passes.pipeline import ORDER
 from overlapc.passes.run import run_pipeline
 from overlapc.passes.runner import select
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, order_of, peak, schedules
+from tests.graphs import check_invariants, order_of, peak, schedules
 
 STEP = """
     schedule step
@@ -151,5 +151,5 @@ def test_dumps_before_and_after_every_pass():
 def test_the_pipeline_keeps_what_every_pass_keeps(schedule, profile):
     ctx = Context(profile=load_profile(profile)) if profile else Context()
     result = run_pipeline(schedule, ctx)
-    check_kept(schedule, result.schedule, ctx)
+    check_invariants(schedule, result.schedule, ctx)
     assert len(result.collectives) == len(result.after.collectives)

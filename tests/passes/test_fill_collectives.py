@@ -5,7 +5,7 @@ from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.fill_collectives import fill_collectives
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, check_pass, order_of, schedules
+from tests.graphs import check_invariants, check_pass, order_of, schedules
 
 
 def test_ready_compute_fills_a_collectives_time():
@@ -117,4 +117,4 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule):
     slow = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0)
     for ctx in (Context(), Context(profile=slow, overlap_margin=1.5)):
         moved, _ = fill_collectives(schedule, ctx)
-        check_kept(schedule, moved, ctx)
+        check_invariants(schedule, moved, ctx)

@@ -12,7 +12,7 @@ LATE = Context(peak_increase=100.0, overlap_margin=1.5)
 BEHIND = Context(peak_increase=100.0, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
 # Rule -> (context, schedule, resulting order).
 ORDERS: dict[str, tuple[Context, str, str]] = {
-    "a wait for what is done costs nothing and comes at once": (
+    "the wait for a finished collective costs nothing and comes at once": (
         BEHIND,
         """
         a = reduce_scatter(x) @tp : 0B 50us; b = wait(a); d, db = reduce_scatter(x) @dp : 0B, 0B 50us
@@ -20,7 +20,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a d b g w0 h",
     ),
-    "collectives are no compute that fills time": (
+    "collectives are not compute that fills time": (
         BEHIND,
         """
         a = reduce_scatter(x) @tp : 0B 50us; b = wait(a); c = reduce_scatter(x) @dp : 0B 50us
@@ -28,7 +28,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a c g b d",
     ),
-    "what leads to a collective sooner than the wait comes first": (
+    "nodes that lead to a collective sooner than the wait come first": (
         BEHIND,
         """
         a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); d = comm:swap(x) @tp safe=yes : 0B
@@ -41,7 +41,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         "b = reduce_scatter(x) @dp : 0B 50us; c = view(x); d = wait(b)",
         "b c d",
     ),
-    "where a collective runs already the soonest needed comes first": (
+    "where a collective already runs the kernel that is needed soonest comes first": (
         BEHIND,
         """
         a = kernel(x) : 0B 50us; b = kernel(x) : 0B 100us; c = kernel(x) : 0B 50us
@@ -57,7 +57,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a b c d e f",
     ),
-    "memory is given back after its last use": (
+    "memory is freed after its last use": (
         SOME,
         """
         a = reduce_scatter(x) @dp : 8B; b = wait(a); c = kernel(b) : 0B 50us
@@ -66,7 +66,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a b f c h k i",
     ),
-    "what is given back is there for others": (
+    "freed memory is available to other nodes": (
         TIGHT,
         """
         a = kernel(x) : 1B 50us; d = comm:swap(x) @dp : 4B 50us; e = kernel(x) : 0B 50us
@@ -74,12 +74,12 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "d f a e g",
     ),
-    "what costs the same stays": (
+    "an order of the same cost is not changed": (
         ROOMY,
         "a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); d = view(x)",
         "a b d",
     ),
-    "what ran does not run again": (
+    "a node that ran does not run again": (
         BEHIND,
         """
         b = reduce_scatter(x) @dp : 0B 5us; c = kernel(p) mutates=p : =p 50us; d = wait(b)
@@ -87,7 +87,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "b g c d f",
     ),
-    "the shortest of what takes time": (
+    "the shortest kernel that takes time comes first": (
         BEHIND,
         """
         a = reduce_scatter(x) @dp : 0B 50us; b = view(x); c = kernel(x) : 0B 50us; d = kernel(x) : 0B 5us
@@ -95,12 +95,12 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a d b c e",
     ),
-    "what needs memory does not make room for itself": (
+    "a node that needs memory does not make room for itself": (
         TIGHT,
         "b = kernel(x) : 8B 50us; f = kernel(b) : 0B 50us; h = reduce_scatter(x) @dp : 8B 50us",
         "b f h",
     ),
-    "nor does what ran": (
+    "a node that ran does not make room": (
         TIGHT,
         """
         b = reduce_scatter(x) @dp : 0B 50us; c = kernel(x) : 8B 20us; d = wait(b); e = kernel(c) : 0B 50us
@@ -116,7 +116,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a b c d g j",
     ),
-    "others by late collectives": (
+    "the order is also judged with late collectives": (
         LATE,
         """
         a = kernel(x) : 0B 50us; b = kernel(a) : 0B 50us; c = reduce_scatter(x) @dp : 0B 50us

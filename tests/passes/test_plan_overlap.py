@@ -11,7 +11,7 @@ from overlapc.passes.plan_overlap import plan_overlap
 from overlapc.schedule.memory import RangeMax
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, check_pass, order_of, peak, schedules
+from tests.graphs import check_invariants, check_pass, order_of, peak, schedules
 
 ROOMY = Context(reorder_collectives=True, budget_bytes=1000)
 
@@ -19,7 +19,7 @@ ROOMY = Context(reorder_collectives=True, budget_bytes=1000)
 def planned(text: str, ctx: Context = ROOMY) -> tuple[Schedule, dict[str, str]]:
     schedule = parse(text)
     moved, report = plan_overlap(schedule, ctx)
-    check_kept(schedule, moved, ctx)
+    check_invariants(schedule, moved, ctx)
     return moved, report.reasons
 
 
@@ -175,4 +175,4 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule, room):
         Context(reorder_collectives=True, budget_bytes=budget, profile=slow, overlap_margin=1.5),
     ):
         moved, _ = plan_overlap(schedule, ctx)
-        check_kept(schedule, moved, ctx)
+        check_invariants(schedule, moved, ctx)

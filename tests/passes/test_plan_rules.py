@@ -8,7 +8,7 @@ from tests.graphs import check_order
 from tests.passes.contexts import BEHIND, FREE, LATE, SLOW, TIGHT
 
 ORDERS: dict[str, tuple[Context, str, str]] = {
-    "a plan that exceeds memory is made again with less to give away": (
+    "a plan that exceeds memory is made again with a smaller limit": (
         TIGHT,
         """
         a = kernel(x) : 8B; b = view(x); c = kernel(a) : 8B 50us; d = view(a)
@@ -30,7 +30,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         "a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); c = view(b); d = view(x)",
         "d a b c",
     ),
-    "what was waited for is looked for no more": (
+    "a collective that was waited for is not a candidate to wait for": (
         TIGHT,
         """
         a = reduce_scatter(x) @dp : 0B 50us; b = reduce_scatter(x) @dp : 8B 50us
@@ -39,7 +39,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "c d a b g i e l",
     ),
-    "what has not started is not hidden": (
+    "a collective that has not started is not hidden": (
         FREE,
         "a = reduce_scatter(x) @dp : 1B 50us; b = wait(a); f = kernel(x) : 1B 50us",
         "a f b",
@@ -49,7 +49,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         "b = kernel(x) : 0B 50us; c = reduce_scatter(x) @tp : 0B 50us; d = reduce_scatter(x) @dp : 0B 50us",
         "d c b",
     ),
-    "what may start anywhere does not start where it stood": (
+    "a start without constraints does not stay in its old position": (
         FREE,
         "a = reduce_scatter(x) @dp : 0B 50us; d = view(x)",
         "d a",
@@ -59,12 +59,12 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         "a = reduce_scatter(x) @dp : 1B 50us; b = wait(a); c = view(x); f = kernel(c) : 1B 50us",
         "c a b f",
     ),
-    "what nobody asked for starts at the end": (
+    "a collective without a reader starts at the end": (
         FREE,
         "c = reduce_scatter(x) @dp : 0B 50us",
         "c",
     ),
-    "a queue is free when the last that was put there ends": (
+    "a queue is free when its last collective ends": (
         LATE,
         """
         a = reduce_scatter(x) @dp : 0B 50us; b = reduce_scatter(x) @dp : 0B 50us; c = kernel(x) : 0B 50us
@@ -72,7 +72,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a b c e d h",
     ),
-    "waits that stand before their start get to know when it ends": (
+    "waits before their start in the plan learn when it ends": (
         BEHIND,
         """
         a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); c = kernel(x) : 0B 50us
@@ -80,7 +80,7 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a c f b d g",
     ),
-    "a wait that was placed is none that may be given up": (
+    "a wait that was placed is not placed again for memory": (
         TIGHT,
         """
         a = reduce_scatter(x) @dp : 0B 100us; b = reduce_scatter(x) @dp : 8B 50us
@@ -98,17 +98,17 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "a f d e g",
     ),
-    "a start behind what communicates by itself is not free": (
+    "a start after blocking communication is not free to move": (
         FREE,
         "a = comm:swap(x) @dp : 0B 50us; b = kernel(a) : 0B 50us; d = reduce_scatter(x) @dp : 0B 50us",
         "a b d",
     ),
-    "only starts are free": (
+    "only starts are free to move": (
         FREE,
         "a = comm:swap(x) @dp : 0B 50us; b = view(x)",
         "a b",
     ),
-    "nobody knows when a collective of unknown length is hidden": (
+    "a collective of unknown length is never known to be hidden": (
         FREE,
         """
         c = kernel(x) : 0B 50us; d, db = reduce_scatter(x) @dp : 0B, 0B; g = wait(d)
@@ -116,12 +116,12 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
         """,
         "c d g h i",
     ),
-    "a wait whose collective is just done is hidden": (
+    "a wait whose collective has just ended is hidden": (
         FREE,
         "b = kernel(x) : 0B 5us; c = reduce_scatter(x) @dp : 1B 5us; d = wait(c); f = kernel(x) : 4B",
         "c b d f",
     ),
-    "of several waits the oldest that is done goes": (
+    "of several waits the oldest finished one is placed": (
         FREE,
         """
         c, cb = reduce_scatter(x) @dp : 8B, 4B; g = reduce_scatter(x) @dp : 0B 50us; h = wait(cb)

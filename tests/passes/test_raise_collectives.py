@@ -4,7 +4,7 @@ from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.passes.base import Context
 from overlapc.passes.raise_collectives import raise_collectives
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, check_pass, schedules
+from tests.graphs import check_invariants, check_pass, schedules
 
 
 def test_a_start_moves_to_the_beginning():
@@ -85,4 +85,4 @@ def test_an_order_that_exceeds_memory_is_undone():
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
     for ctx in (Context(), Context(peak_increase=0.0)):
         moved, _ = raise_collectives(schedule, ctx)
-        check_kept(schedule, moved, ctx)
+        check_invariants(schedule, moved, ctx)

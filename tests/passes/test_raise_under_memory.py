@@ -9,7 +9,7 @@ from overlapc.passes.raise_under_memory import raise_under_memory
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
-from tests.graphs import check_kept, check_order, check_pass, schedules
+from tests.graphs import check_invariants, check_order, check_pass, schedules
 
 
 def test_a_start_moves_up_until_it_is_hidden():
@@ -254,7 +254,7 @@ def test_a_start_that_takes_work_along_does_not_pass_another():
 
 # Rule -> (schedule, resulting order). Without the rule the order would differ.
 ORDERS = {
-    "a start that passed another stands behind the one before that": (
+    "a start that passed another follows the one before that": (
         """
         k = kernel(x) : 0B 20us; m = comm:swap(k) @dp safe=yes : 0B 5us; g = all_gather(k) @dp : 0B 100us; w = wait(g)
         h = all_gather(p) @dp : 0B 100us; v = wait(h); y = kernel(k, v) : 0B 50us
@@ -269,28 +269,28 @@ ORDERS = {
         """,
         "g1 g4 k w1 c g3 w4 v w3",
     ),
-    "what cheap work sinks with a wait is not what its collective is due for": (
+    "cheap work that sinks with a wait does not decide when its collective is due": (
         """
         g = all_gather(p) @dp : 0B 100us; h = all_gather(p) @dp : 0B 20us; v = wait(h); w = wait(g)
         y = kernel(x, w) : 0B 5us
         """,
         "h g v w y",
     ),
-    "nor are views of views": (
+    "views of views do not decide when a collective is due": (
         """
         g = all_gather(p) @dp : 0B 100us; h = all_gather(p) @dp : 0B 20us; v = wait(h); w = wait(g)
         a = view(w); b = view(a); k = kernel(x) : 0B 50us; y = kernel(x, b) : 0B 90us
         """,
         "h g v w a b k y",
     ),
-    "a collective that waits for itself needs its queue when its turn comes": (
+    "a blocking collective needs its queue when its turn comes": (
         """
         k = kernel(x) : 0B 100us; g = all_gather(p) @dp : 0B 50us; m = comm:swap(k) @dp safe=yes : 0B 20us
         a = kernel(k) : 0B 50us; w = wait(g); b = kernel(a, w) : 0B 50us
         """,
         "g k m a w b",
     ),
-    "the order of its queue does not say how soon a start could begin": (
+    "the order of the queue does not limit how early a start could begin": (
         """
         m = comm:swap(x) @dp safe=yes : 0B 5us; k = kernel(x) : 0B 20us; g = all_gather(p) @dp : 0B 100us
         h = all_gather(p) @dp : 0B 20us; v = wait(h); i = all_gather(p) @dp : 0B 50us; w = wait(g)
@@ -306,7 +306,7 @@ ORDERS = {
         """,
         "c f u k1 k2 g k3 k4 h v w",
     ),
-    "a second round goes by what the first one made": (
+    "a second round starts from the result of the first one": (
         """
         f = all_gather(p) @dp : 0B 50us; u = wait(f); g = all_gather(p) @dp : 0B 100us; v = wait(g)
         k = kernel(x, v) : 0B 5us; h = all_gather(p) @dp : 0B 50us; w = wait(h)
@@ -337,4 +337,4 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule):
     )
     for ctx in contexts:
         moved, _ = raise_under_memory(schedule, ctx)
-        check_kept(schedule, moved, ctx)
+        check_invariants(schedule, moved, ctx)

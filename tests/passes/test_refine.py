@@ -10,7 +10,7 @@ from overlapc.passes.judge import cost
 from overlapc.passes.refine import refine
 from overlapc.passes.run import run_pipeline
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, check_pass, order_of, schedules
+from tests.graphs import check_invariants, check_pass, order_of, schedules
 
 FREE = Context(reorder_collectives=True)
 
@@ -160,7 +160,7 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule):
     slow = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0)
     for ctx in (Context(check_memory=True), FREE, Context(profile=slow, overlap_margin=1.5, reorder_collectives=True)):
         moved, _ = refine(schedule, ctx)
-        check_kept(schedule, moved, ctx)
+        check_invariants(schedule, moved, ctx)
         assert cost(moved, ctx) <= cost(schedule, ctx)
 
 

@@ -9,7 +9,7 @@ from overlapc.passes.queues import Queues
 from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_under_memory import sink_under_memory
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, check_pass, order_of, peak, schedules
+from tests.graphs import check_invariants, check_pass, order_of, peak, schedules
 
 
 def test_a_wait_moves_down_until_its_collective_is_hidden():
@@ -212,5 +212,5 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule, room):
     budget = None if room is None else peak(schedule) + room
     for ctx in (Context(budget_bytes=budget, check_memory=True), Context(profile=slow, overlap_margin=1.5)):
         moved, report = sink_under_memory(schedule, ctx)
-        check_kept(schedule, moved, ctx)
+        check_invariants(schedule, moved, ctx)
         assert set(report.limits.values()) <= set(Reason)

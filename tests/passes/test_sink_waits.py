@@ -6,7 +6,7 @@ from overlapc.passes.base import Context
 from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_waits import sink_waits
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, check_order, check_pass, schedules
+from tests.graphs import check_invariants, check_order, check_pass, schedules
 
 
 def test_wait_moves_to_its_first_reader():
@@ -136,12 +136,12 @@ def test_all_waits_of_a_bucket_go_where_its_memory_is_needed():
 
 # Rule -> (schedule, resulting order, allowed increase of the peak). Without the rule the order would differ.
 ORDERS = {
-    "kernels that sank along give way when memory runs out": (
+    "kernels that sank with a wait are placed when memory runs out": (
         "g = reduce_scatter(p) @dp : 1B 200ns; w = wait(g); s = kernel(w) : 1B 20ns; k = kernel(x) : 1B 50ns",
         "g w s k",
         0.0,
     ),
-    "a wait that would free nothing is not given up for memory": (
+    "a wait that would free nothing is not placed for memory": (
         """
         g = reduce_scatter(p) @dp : 1B 50ns; w = wait(g); s = kernel(w) : 4B 5ns; k = kernel(x) : 8B 50ns
         h = reduce_scatter(k) @dp : 1B 50ns; u = wait(h)
@@ -180,19 +180,19 @@ ORDERS = {
         "g k w s",
         5.0,
     ),
-    "nobody knows when a collective of unknown length is hidden": (
+    "a collective of unknown length is never known to be hidden": (
         "g = reduce_scatter(x) @dp : 1B; w = wait(g); k = kernel(x) : 8B 50us",
         "g k w",
         5.0,
     ),
-    "a collective does not sink along": (
+    "a collective does not sink with a wait": (
         """
         g, gb = reduce_scatter(x) @dp : 0B, 0B 50us; b = wait(gb); w = wait(g); h = reduce_scatter(b) @dp : 0B 50us
         """,
         "g b h w",
         5.0,
     ),
-    "what was held and is placed takes its memory once": (
+    "a held node takes its memory only once when it is placed": (
         """
         g = reduce_scatter(x) @dp : 0B 100us; w = wait(g); a = kernel(w) : 0B 20us; b = kernel(a) : 8B 5us; c = view(a)
         k = kernel(b) : 0B 50us
@@ -200,7 +200,7 @@ ORDERS = {
         "g w a b k c",
         0.0,
     ),
-    "no more waits are placed than memory asks for": (
+    "no more waits are placed than memory requires": (
         """
         g = reduce_scatter(x) @dp : 0B 50us; h = reduce_scatter(x) @dp : 8B 50us; w = wait(h)
         i = reduce_scatter(x) @dp : 1B 50us; u = wait(i); v = wait(g); k = kernel(x) : 0B 50us; l = kernel(k) : 8B 50us
@@ -224,7 +224,7 @@ ORDERS = {
         "g h u k w v",
         0.0,
     ),
-    "the memory that counts is what the node in question needs": (
+    "the memory that counts is that of the node to be placed": (
         """
         a = all_gather(x) @dp : 1B 50us; b = wait(a); c = kernel(x) : 1B 20us; d = kernel(b) : 8B 5us; e = view(x)
         f = all_gather(b) @tp : 8B 100us; g = view(b); h = kernel(g) : 0B 5us; i = wait(f); return c
@@ -259,5 +259,5 @@ def test_memory_is_the_reason_where_work_that_sank_has_to_run():
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
     for ctx in (Context(), Context(peak_increase=0.0), Context(profile=DeviceProfile("d", launch_ns=3.0))):
         moved, report = sink_waits(schedule, ctx)
-        check_kept(schedule, moved, ctx)
+        check_invariants(schedule, moved, ctx)
         assert set(report.limits.values()) <= set(Reason)

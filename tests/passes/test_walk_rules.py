@@ -28,7 +28,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "d e f g i k l",
         "d e f g i l k",
     ),
-    "what takes no time takes along what takes none": (
+    "a node that takes no time moves with others that take none": (
         TIGHT,
         """
         a = kernel(x) : 0B 50us; b = kernel(a) : 0B 50us; c = view(a); d = reduce_scatter(x) @dp : 0B 50us
@@ -37,7 +37,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "d a c i b",
         "a b c d i",
     ),
-    "a start with work to take along passes none of its group": (
+    "a start that moves work with it passes no start of its group": (
         BEHIND,
         """
         b = kernel(x) : 0B 5us; c = reduce_scatter(x) @dp : 0B 50us
@@ -47,7 +47,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "c i b e f j k",
         "b c e f i k j",
     ),
-    "of all that needs a result the first is what it is due for": (
+    "a collective is due for the first reader of its result": (
         FREE,
         """
         a = reduce_scatter(x) @dp : 0B 50us; c = reduce_scatter(x) @dp : 0B 50us; d = wait(c); e = wait(a)
@@ -56,7 +56,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "a c d e f g j k",
         "a c e f g j d k",
     ),
-    "just a quarter of a collective's time may come along": (
+    "work of just a quarter of a collective's time may move with it": (
         FREE,
         "b = reduce_scatter(x) @dp : 0B 20us; c = wait(b); d = kernel(c) : 0B 5us; e = kernel(x) : 0B 50us",
         "b c d e",
@@ -71,7 +71,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "a b d f g",
         "a b d g f",
     ),
-    "only a collective that loses its cover is exposed": (
+    "only a collective that loses the work that hides it is exposed": (
         LATE,
         """
         b = reduce_scatter(x) @dp : 0B 100us; c = wait(b); e = reduce_scatter(x) @tp : 0B 50us
@@ -80,7 +80,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "b c e g h w0",
         "b e g w0 c h",
     ),
-    "seen from the end nodes stand where they stood": (
+    "in the mirrored schedule nodes keep their positions": (
         FREE,
         """
         a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); c = reduce_scatter(x) @dp : 0B; e = wait(c)
@@ -89,7 +89,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "c a b e f",
         "a c f b e",
     ),
-    "a collective does not come along": (
+    "a collective does not move with another one": (
         FREE,
         """
         a, ab = reduce_scatter(x) @tp : 0B, 0B 50us; b = wait(ab); c = wait(a)
@@ -107,7 +107,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "a c g b d",
         "a b c d g",
     ),
-    "seen from the end a start covers nothing": (
+    "in the mirrored schedule a start hides nothing": (
         FREE,
         """
         a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); c = kernel(b) : 0B 5us
@@ -116,7 +116,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "a b f c",
         "a f b c",
     ),
-    "one that waits in its queue needs its cover later": (
+    "a collective that waits in its queue needs the work that hides it later": (
         BEHIND,
         """
         e = reduce_scatter(x) @dp : 0B 5us; f = kernel(x) : 0B 50us; g = reduce_scatter(x) @dp : 0B 5us
@@ -125,7 +125,7 @@ ORDERS: dict[str, tuple[Context, str, str, str]] = {
         "e g h i f j",
         "e f g h i j",
     ),
-    "one that is just covered is not exposed": (
+    "a collective that is just hidden is not exposed": (
         FREE,
         """
         g = reduce_scatter(x) @dp : 0B 5us; h = kernel(x) : 0B 5us; i = reduce_scatter(h) @tp : 0B 50us
