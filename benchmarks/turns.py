@@ -98,14 +98,20 @@ class Turns:
         self.stop(subject)
 
     def _last_words(self, subject: str) -> str:
-        """Return the last error in the log of a rank that failed, or its last line if there is no error."""
-        for rank, process in enumerate(self._processes[subject]):
-            if process.exitcode not in (None, 0):
-                lines = (self.folder / f"{subject}_{rank}.log").read_text(errors="replace").strip().splitlines()
-                errors = [line for line in lines if _ERROR.match(line)]
-                said = (errors or lines or ["no output"])[-1]
-                return f"rank {rank} ended with {process.exitcode}: {said[:160]}"
-        return "a rank ended early"
+        """Return the last error in the log of the rank that failed first, or its last line if there is no error.
+
+        Errors of other ranks follow from the first one, such as a lost connection: their logs were written later.
+        """
+        processes = self._processes[subject]
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+        if not failed:
+            return "a rank ended early"
+        logs = {rank: self.folder / f"{subject}_{rank}.log" for rank in failed}
+        first = min(failed, key=lambda rank: logs[rank].stat().st_mtime_ns)
+        lines = logs[first].read_text(errors="replace").strip().splitlines()
+        errors = [line for line in lines if _ERROR.match(line)]
+        said = (errors or lines or ["no output"])[-1]
+        return f"rank {first} ended with {processes[first].exitcode}: {said[:160]}"
 
 
 def store_at(port: int) -> dist.TCPStore:

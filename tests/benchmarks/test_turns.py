@@ -3,8 +3,10 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from benchmarks.turns import Turns, answer, store_at
@@ -48,3 +50,13 @@ def test_a_subject_that_fails_or_hangs_does_not_affect_the_others(tmp_path: Path
     assert turns.failed["dies"] == "second: rank 1 ended with 1: ValueError: something went wrong"
     assert turns.failed["hangs"] == "second: no answer in 1 s"
     assert turns.alive(subjects) == []
+
+
+def test_the_error_of_the_rank_that_failed_first_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    turns = Turns(2, tmp_path, serve)
+    monkeypatch.setitem(turns._processes, "dies", [SimpleNamespace(exitcode=1)] * 2)
+    for rank, (error, seconds) in enumerate((("RuntimeError: connection closed", 20), ("ValueError: wrong", 10))):
+        log = tmp_path / f"dies_{rank}.log"
+        log.write_text(f"Traceback\n{error}\n")
+        os.utime(log, (seconds, seconds))
+    assert turns._last_words("dies") == "rank 1 ended with 1: ValueError: wrong"
