@@ -1,4 +1,4 @@
-"""What is built once per machine is built while the first step is traced."""
+"""The simulator, which is compiled once per machine, is compiled while the first step is traced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_simulator_is_built_by_another_thread(tmp_path: Path, monkeypatch: p
     torch.compile(torch.nn.Linear(3, 3), backend="overlapc", options=options)(torch.ones(2, 3))
     for thread in threading.enumerate():
         if thread.name == AHEAD:
-            assert not thread.daemon  # a process that ends leaves no build unfinished in the cache
+            assert not thread.daemon  # the process waits for the build before it exits
             thread.join()
     assert builders[0] == AHEAD
     assert len(list((tmp_path / "simulators").rglob("*.so"))) == 1

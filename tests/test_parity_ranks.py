@@ -140,4 +140,4 @@ def check(outcomes: list[Any], cases: tuple[Case, ...]) -> None:
             assert seen["counters"]["collectives"] > 0
             assert (seen["counters"].get("collectives_by_copies", 0) > 0) == (case.transport == "copy")
             by_library = seen["counters"].get("collectives_not_by_copies", 0)
-            assert by_library > 0 or case.per_host is None, "what crosses hosts does not go by copies"
+            assert by_library > 0 or case.per_host is None, "collectives between hosts must use the library"

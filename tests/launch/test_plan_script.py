@@ -312,7 +312,7 @@ def test_each_plan_of_a_script_has_its_own_globals(tmp_path):
     path.write_text(WIDTHS)
     for width in ("8", "16"):
         report, assumed = plan_script(path, [width], 8, 8, Config.of(H200))
-        assert len(report.steps[0].graphs) == 2, "the width of another script would be an error"
+        assert len(report.steps[0].graphs) == 2, "one forward, one backward of the width of this plan"
         assert [line.split(",")[0] for line in assumed] == ["no communication between 8 ranks"]
 
 
@@ -396,4 +396,6 @@ def test_typical_training_scripts_are_planned_without_graph_breaks(name):
     forward = parse(step.graphs[0].schedule)
     products = [node for node in forward.nodes if node.op in ("mm", "addmm", "convolution")]
     assert len(products) >= 10
-    assert {node.work.dtype for node in products if node.work} == {"bfloat16"}, "as its policy or its autocast says"
+    assert {node.work.dtype for node in products if node.work} == {"bfloat16"}, (
+        "products must be in the dtype of the policy or of autocast"
+    )

@@ -20,7 +20,7 @@ for number in range(100):
     if number == 3 and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     weight.grad = torch.ones(4)
-    dist.all_reduce(weight.grad)  # the ranks meet
+    dist.all_reduce(weight.grad)  # waits for the other rank
     optimizer.step()
 """
 
@@ -31,7 +31,7 @@ def test_a_stopped_rank_ends_the_job_with_the_stacks_of_the_others(tmp_path):
     with pytest.raises(JobFailed, match="no optimizer step ended within 3 s, after 3 steps") as caught:
         run_ranks((str(script),), 2, tmp_path / "run", watchdog_s=3)
     first, second = str(caught.value).split("rank 1, ")
-    assert "dist.all_reduce(weight.grad)  # the ranks meet" in first
+    assert "dist.all_reduce(weight.grad)  # waits for the other rank" in first
     assert second.startswith("stopped\n  no stack")
 
 

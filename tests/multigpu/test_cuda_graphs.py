@@ -72,9 +72,9 @@ def test_steps_with_captured_parts_equal_those_without(tmp_path: Path, sorts: bo
     print([graph.captured for graph in graphs])
     assert all("captured part" in graph.captured for graph in graphs)
     parts = counted("cuda_graph_parts")
-    assert parts >= (3 if sorts else 2), "forward and backward"
-    assert counted("cuda_graph_captures") >= parts, "each part was captured"
-    assert counted("cuda_graph_replays") >= parts, "and replayed"
+    assert parts >= (3 if sorts else 2), "forward and backward have at least one part each"
+    assert counted("cuda_graph_captures") >= parts, "each part must be captured"
+    assert counted("cuda_graph_replays") >= parts, "each part must be replayed"
 
 
 def _reduced(layers: int) -> tuple[float, int, int, list[str]]:

@@ -57,5 +57,5 @@ def test_two_compilations_give_one_schedule_and_equal_bits(tmp_path: Path):
     second, again = trained(tmp_path / "b")
     assert schedules == again
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not torch.equal(first[0], first[1]), "steps differ from one another"
-    assert not list(tmp_path.glob("*/profile-*.json")), "nothing was measured"
+    assert not torch.equal(first[0], first[1]), "the losses of two steps must differ"
+    assert not list(tmp_path.glob("*/profile-*.json")), "deterministic mode must not measure the machine"

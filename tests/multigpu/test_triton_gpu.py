@@ -82,8 +82,8 @@ def test_the_last_zero_gives_a_cumulative_extreme_its_sign():
         assert torch.equal(found, expected)
 
 
-def test_subnormal_numbers_are_not_taken_for_zeros():
-    """As they are by libdevice's functions where Triton has its way."""
+def test_subnormal_numbers_are_not_flushed_to_zero():
+    """By default, Triton's libdevice functions flush them to zero."""
 
     def functions(x: torch.Tensor) -> list[torch.Tensor]:
         near = [x.sin(), x.tan(), x.asin(), x.atan(), x.sinh(), x.asinh(), x.atanh(), x.erf(), x.expm1(), x.log1p()]

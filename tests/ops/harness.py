@@ -141,7 +141,7 @@ def compare_nearby(function: Callable[..., Any], call: Callable[..., Any], sampl
             ours, eager, true = (leaf.detach().double() for leaf in leaves)
             known = worst.setdefault(at, [0.0, 0.0, 0.0])
             for which, number in enumerate(((ours - true).abs(), (eager - true).abs(), true.abs())):
-                assert bool(torch.isfinite(number).all()), "numbers that are not finite have no neighbours"
+                assert bool(torch.isfinite(number).all()), "errors of values that are not finite cannot be compared"
                 known[which] = max(known[which], number.max().item() if number.numel() else 0.0)
     for ours_off, eager_off, size in worst.values():
         if ours_off > 2 * eager_off + 1.3e-6 * size + 1e-5:

@@ -198,7 +198,7 @@ def compare(case: Case, device: str, steps: int = 10, **options: Any) -> dict[st
             options = {"memory_budget": case.budget, **options}
         compiled = torch.compile(model, backend="overlapc", fullgraph=whole, options={"rank_timeout": 120, **options})
         ours = train(case, model, compiled, mesh, steps)
-    assert list(ours["grads"]) == list(theirs["grads"]), "other parameters have gradients"
+    assert list(ours["grads"]) == list(theirs["grads"]), "different parameters have gradients"
     counters = torch._dynamo.utils.counters["overlapc"]
     return {
         "losses": max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)),
@@ -257,7 +257,7 @@ def check(outcomes: list[dict[str, Any]], case: Case) -> None:
         assert seen["grads"][worst] <= 10 * case.tolerance, (case.name, worst, seen["grads"][worst])
         assert (seen["collectives"] > 0) == (case.fsdp2 != "hooks")
         assert (seen["kept"] > 0) == (case.budget != "")
-        assert (seen["advised"] > 0) == (case.fsdp2 == "hooks" and rank == 0), "advice comes from one rank"
+        assert (seen["advised"] > 0) == (case.fsdp2 == "hooks" and rank == 0), "exactly rank 0 must warn about hooks"
 
 
 def check_overlap(outcomes: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from tests.passes.buckets import LAYER, ROOMY, bucketed
 @pytest.mark.parametrize(
     ("asked_us", "one", "latency_us"),
     [(3, "30us", 10), (12, "30us", 12), (55, "30us", 30), (55, "", 55), (None, "30us", 10)],
-    ids=["floor", "asked", "no-longer-than-one", "one-is-unknown", "nobody-knows"],
+    ids=["floor", "asked", "no-longer-than-one", "one-is-unknown", "no-estimate"],
 )
 def test_latency_is_between_the_profiles_floor_and_the_time_of_the_collective(asked_us, one, latency_us):
     node = parse(f"a = all_gather(p) @dp : 8B {one}; u = wait(a)").node("a")

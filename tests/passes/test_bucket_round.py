@@ -10,7 +10,7 @@ def test_modules_whose_gathers_are_mostly_latency_share_a_bucket():
     latency, _ = bucketed(units(11))
     assert [node.name for node in latency.starts()] == ["a0+3"]
     some, _ = bucketed(units(16))
-    assert [node.name for node in some.starts()] == ["a0+1", "a2+1"], "two travel beside the compute of two"
+    assert [node.name for node in some.starts()] == ["a0+1", "a2+1"], "two gathers overlap the compute of two modules"
     enough, _ = bucketed(units(60))
     assert [node.name for node in enough.starts()] == ["a0", "a1", "a2", "a3"]
 

@@ -40,7 +40,7 @@ def test_a_cached_graph_is_used_only_if_its_group_has_the_same_parts():
     with fake_world(8, rank=5) as world:
         hosts = [(0, 1, 2, 3), (4, 5, 6, 7)]
         kept = DividedGroup(world, "dp", tuple(range(8)), HostGroups("a", "b", hosts[1], (1, 5)))
-        assert not divided_again(kept, hosts), "torch gives the parts other names"
+        assert not divided_again(kept, hosts), "the parts have other names in this process"
         parts = divided(world, "dp", hosts, alone=True)
         assert parts is not None
         same = replace(kept, parts=parts)

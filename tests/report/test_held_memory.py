@@ -53,4 +53,4 @@ def test_the_peak_of_a_step_includes_optimizer_state_and_update():
         "while the optimizer steps (120MiB in the compiled graphs); 20MiB of it is the state of AdamW;"
         " gradients of earlier micro-batches are not included"
     )
-    assert peak_parts(StepRecord(graphs=(GRAPH,))) == "", "inference keeps nothing else"
+    assert peak_parts(StepRecord(graphs=(GRAPH,))) == "", "inference has no optimizer state"

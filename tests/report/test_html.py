@@ -120,7 +120,7 @@ def test_gains_are_limited_by_the_lower_bound_and_by_the_queue():
     gains = {gain.why: gain.ns for gain in Ledger.of(StepRecord(graphs=(graph,))).gains}
     assert gains[f"forward: {advice.MEMORY.why}"] == pytest.approx(10e3)
     assert gains[f"forward: {advice.BEGIN.why}"] == pytest.approx(100e3)
-    assert gains["communication slows overlapping compute"] == pytest.approx(80e3), "of 100, down to what @dp takes"
+    assert gains["communication slows overlapping compute"] == pytest.approx(80e3), "100 us, limited by the time of @dp"
 
 
 def test_equal_ranks_are_in_a_page_once():
@@ -137,7 +137,7 @@ def test_the_parts_of_a_step_add_up_and_gains_are_no_longer_than_it():
         assert all(0 < gain.ns < ledger.step_ns for gain in ledger.gains)
         assert [gain.ns for gain in ledger.gains] == sorted((gain.ns for gain in ledger.gains), reverse=True)
         assert ledger.ceilings[0].ns == ledger.step_ns == max(each.ns for each in ledger.ceilings)
-    assert len(ledger.gains) == 1, "what the device saves brings nothing while the host takes longer"
+    assert len(ledger.gains) == 1, "savings on the device gain nothing while the host is slower"
 
 
 def test_a_step_that_was_measured_is_headed_by_its_measurement():

@@ -46,7 +46,7 @@ def test_without_a_budget_all_are_gathered_again() -> None:
     assert repeated.startswith("16MiB (layers.2, ")
     assert repeated.endswith("again in backward: no memory_budget is set")
     backward = report.steps[0].graphs[1]
-    assert next(each.of for each in backward.repeated_gathers) == "layers.2", "what saves most a byte comes first"
+    assert next(each.of for each in backward.repeated_gathers) == "layers.2", "the most time per byte"
     assert saved_by_keeping(report.steps[0]) == [(16 * MIB, pytest.approx(200e3, abs=10e3))]
 
 
@@ -59,9 +59,9 @@ def test_with_room_all_stay_gathered_and_no_more_memory_is_asked_for() -> None:
 def test_parameters_without_room_are_gathered_again() -> None:
     reports = [planned(f"{mib}MiB") for mib in (18, 22)]
     saved_ns = [saved_by_keeping(report.steps[0])[-1][1] for report in reports]
-    assert saved_ns == sorted(set(saved_ns), reverse=True), "the more are kept, the less"
+    assert saved_ns == sorted(set(saved_ns), reverse=True), "the more parameters are kept, the less the others save"
     gained_ns = reports[0].steps[0].step_ns - planned("1GiB").steps[0].step_ns
-    assert gained_ns == pytest.approx(saved_ns[0], rel=0.05), "as promised"
+    assert gained_ns == pytest.approx(saved_ns[0], rel=0.05), "the gain must be the one that was predicted"
     kept, repeated = said(reports[0])
     assert kept.startswith("8MiB (layers.2, layers.3) stay gathered until backward")
     assert repeated.startswith("8MiB (")
@@ -81,7 +81,7 @@ def test_every_form_of_the_report_shows_gathered_parameters(tmp_path: Path) -> N
         assert "stay gathered until backward: memory_budget has room for them" in text
         assert "are gathered again in backward: memory_budget has no room for more" in text
         assert "in the planned order, keeping all 8MiB of them saves 0." in text
-    assert "backward gathers 8MiB of parameters again" in page, "among what to do"
+    assert "backward gathers 8MiB of parameters again" in page, "the page must list it among the advice"
     assert record.load(report.save(tmp_path / "overlap.json")) == report
 
 

@@ -77,7 +77,7 @@ def test_a_moved_parameter_costs_one_recapture():
         assert torch.equal(part([x, each])[0], x * each)
     assert counted("cuda_graph_recaptures") == before + 1
     assert recorder.recorded == 2
-    assert recorder.restarts == 1, "nothing else was recorded: its memory may go"
+    assert recorder.restarts == 1, "the memory of the only recording must be freed"
 
 
 def test_a_copied_argument_of_another_layout_is_recorded_anew():
@@ -120,7 +120,7 @@ def test_parts_after_a_new_recording_are_recorded_again():
     for moved in (x + 1, x + 2):
         assert torch.equal(call(moved), moved * w * w)
     assert recorder.recorded == 4
-    assert list(second.recording.placed) == [0, 1], "what the first part made is read where it lies"
+    assert list(second.recording.placed) == [0, 1], "the first part's result must be read in place"
 
 
 def test_parts_run_without_recording_inside_another_recording():

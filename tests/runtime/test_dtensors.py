@@ -117,7 +117,7 @@ def gradients_that_are_partial(compile: Compile) -> Any:
 
 
 @scenario
-def a_shard_that_is_smaller_than_others(compile: Compile) -> Any:
+def uneven_shards(compile: Compile) -> Any:
     """Ten rows over four ranks: this rank has three, the last rank one."""
     step = compile(lambda w: w.full_tensor().square().sum() if w.shape[0] == 10 else w.to_local().sum())
     local = torch.randn(3, 5)
@@ -143,7 +143,7 @@ def parameters_without_gradients_and_plain_ones(compile: Compile) -> Any:
 
 
 @scenario
-def gradients_of_one_of_two(compile: Compile) -> Any:
+def gradients_of_one_of_two_parameters(compile: Compile) -> Any:
     step = compile(lambda w, v: (w * v).to_local().sum())
     on = mesh()
     w, v = parameter(4, on=on, as_=Shard(0)), parameter(4, on=on, as_=Shard(0))
@@ -176,7 +176,7 @@ def hooks_see_dtensors(compile: Compile) -> Any:
 
 
 @scenario
-def inputs_that_others_computed(compile: Compile) -> Any:
+def inputs_that_are_not_leaves(compile: Compile) -> Any:
     step = compile(lambda x, y: (x * 2).to_local().sum() + y.detach().to_local().sum())
     w, v = parameter(4, on=mesh(), as_=Shard(0)), parameter(4, on=mesh(), as_=Shard(0))
     for _ in range(3):
@@ -194,7 +194,7 @@ def tangents_in_other_layouts_and_none(compile: Compile) -> Any:
 
 
 @scenario
-def graphs_that_are_kept_and_differentiated_twice(compile: Compile) -> Any:
+def retained_graphs_and_second_derivatives(compile: Compile) -> Any:
     step, w = compile(lambda w: (w * w).to_local().sum()), parameter(4, on=mesh(), as_=Shard(0))
     found = []
     for _ in range(3):
@@ -211,7 +211,7 @@ def graphs_that_are_kept_and_differentiated_twice(compile: Compile) -> Any:
 
 
 @scenario
-def an_equal_mesh(compile: Compile) -> Any:
+def parameters_on_equal_meshes(compile: Compile) -> Any:
     """The gradient has its parameter's own mesh object if AOTAutograd uses it (torch 2.13)."""
     step = compile(lambda w: w.to_local().square().sum())
     found = []

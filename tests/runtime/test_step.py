@@ -370,7 +370,7 @@ def test_swapping_the_frame_evaluator_loses_no_references():
 
 def test_memory_that_a_collectives_thread_holds_is_not_reused_while_it_writes():
     taken = values_on_ranks(_taking_over_what_arrived, 2)
-    assert all(sum(each) for each in taken), "some are taken over: gloo's thread has let go of them by then"
+    assert all(sum(each) for each in taken), "no memory was reused, although gloo's thread releases it"
 
 
 def _taking_over_what_arrived() -> list[bool]:

@@ -47,7 +47,7 @@ def test_scenarios_give_the_same_as_under_torchs_wrapper(run: Callable[[Compile]
 
 
 @scenario
-def what_a_call_gives_may_be_changed_in_place(compile: Compile) -> Any:
+def results_may_be_changed_in_place(compile: Compile) -> Any:
     """torch's own `as_strided_scatter` returns a view of its copy."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def a_change_after_forward_is_seen_by_backward(compile: Compile) -> Any:
 
 
 @scenario
-def a_changed_input_that_a_view_shows(compile: Compile) -> Any:
+def inputs_that_are_views_and_change(compile: Compile) -> Any:
     step, base = compile(lambda x: x.mul_(2).sum()), torch.ones(3, 4)
     for _ in range(3):
         step(base[1])
@@ -147,7 +147,7 @@ def in_inference_mode(compile: Compile) -> Any:
 
 
 @scenario
-def inputs_without_gradient_are_no_way_back(compile: Compile) -> Any:
+def detached_inputs_pass_no_gradient(compile: Compile) -> Any:
     reached: list[bool] = []
 
     class Upstream(torch.autograd.Function):
@@ -170,7 +170,7 @@ def inputs_without_gradient_are_no_way_back(compile: Compile) -> Any:
 
 
 @scenario
-def gradients_that_hold_others(compile: Compile) -> Any:
+def tangents_of_tensor_subclasses(compile: Compile) -> Any:
     step, x = compile(lambda x: x.sin()), leaf(4)
     given = [torch.ones(4), TwoTensor(torch.ones(4), torch.ones(4)), AsyncCollectiveTensor(torch.full((4,), 2.0))]
     seen = []
@@ -206,7 +206,7 @@ def backward_in_deterministic_mode(compile: Compile) -> Any:
 
 
 @scenario
-def graphs_that_are_kept(compile: Compile) -> Any:
+def graphs_that_are_retained(compile: Compile) -> Any:
     step, x = compile(lambda x: (x.sin() * x).exp()), leaf(4)
     seen = []
     for _ in range(3):
@@ -218,7 +218,7 @@ def graphs_that_are_kept(compile: Compile) -> Any:
 
 
 @scenario
-def gradients_in_a_batch(compile: Compile) -> Any:
+def batched_gradients(compile: Compile) -> Any:
     step, x = compile(lambda x: x.sin()), leaf(4)
     step(x).sum().backward()
     return [torch.autograd.grad(step(x), x, torch.eye(4), is_grads_batched=True) for _ in range(2)]
@@ -244,7 +244,7 @@ def backward_under_a_transform(compile: Compile) -> Any:
 
 
 @scenario
-def outputs_that_are_views_inside(compile: Compile) -> Any:
+def outputs_that_are_views_of_intermediate_values(compile: Compile) -> Any:
     """The user may change such outputs in place, and gradients are still right."""
     step, x, weight = compile(F.linear), leaf(2, 3, 4), leaf(5, 4)
     seen = []

@@ -366,7 +366,9 @@ def kept_by_one() -> bool:
         again.wait(index)
         if cases[index].form.in_pool:
             again.release(index)
-    assert (kept_for(again.pool, 0), kept_for(again.pool, 1)) == (True, False), "it is too small"
+    assert (kept_for(again.pool, 0), kept_for(again.pool, 1)) == (True, False), (
+        "a pool that is too small is not reusable"
+    )
     pairs = zip(cases, ran(again, cases, 2), strict=True)
     return all(torch.equal(a, b) for case, results in pairs for a, b in zip(by_gloo(case), results, strict=True))
 
