@@ -7,11 +7,9 @@ import itertools
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from tests.programs import prelude
 
@@ -21,7 +19,7 @@ NAME = re.compile(r"\b[pvx]\d+\b")
 _MAIN = '''
 
 def gradients(results, arguments, leaves):
-    """Those of all leaves, through all results and changed arguments; zeros where there is none."""
+    """Return the gradients of all leaves, through all results and changed arguments; zeros for those without one."""
     wanted = [x for x in leaves if x.requires_grad]
     given = [y for y in (*results, *arguments) if isinstance(y, torch.Tensor) and y.requires_grad and not y.is_leaf]
     if not wanted or not given:
@@ -97,19 +95,20 @@ class Program:
         constants = f"DYNAMIC, OPTIONS, CALLS = {self.dynamic}, {dict(self.options)!r}, {self.calls!r}\n\n\n"
         return head + text + "\n\n" + constants + self.code() + _MAIN
 
-    def load(self, device: str = "cpu", changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return a namespace with `inputs` and `f`; `changed` overrides names of the prelude."""
-        return load(self.code(), device, changed)
+    def load(self, device: str = "cpu") -> dict[str, Any]:
+        """Return a namespace with `inputs` and `f`."""
+        made = namespace(device)
+        exec(compile(self.code(), "random_program.py", "exec"), made)
+        return made
 
 
-def namespace(device: str, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a new namespace with the prelude's names; `changed` overrides names, also for the prelude's functions."""
+def namespace(device: str) -> dict[str, Any]:
+    """Return a new namespace with the prelude's names."""
     module = types.ModuleType(f"random_program_{next(_COUNT)}")
     sys.modules[module.__name__] = module  # Dynamo of torch 2.11 imports the module that a function's globals name
     made = module.__dict__
     exec(_prelude_code(), made)
     made["DEVICE"] = device
-    made.update(changed or {})
     return made
 
 
@@ -122,13 +121,3 @@ def _prelude_code() -> Any:
 
 _compiled: Any = None
 _COUNT = itertools.count()
-
-
-def load(code: str, device: str = "cpu", changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    made = namespace(device, changed)
-    exec(compile(code, "random_program.py", "exec"), made)
-    return made
-
-
-Function = Callable[..., Any]
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
