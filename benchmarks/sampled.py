@@ -2,6 +2,10 @@
 
 A thread reads the stacks of all other threads every few milliseconds; a sample counts for the innermost frame that
 identifies a phase. Nothing is patched and nothing runs slower, unlike under cProfile, which triples Dynamo's time.
+
+The sampling thread gets Python's lock when another thread gives it up, mostly in a call into C. So of code that often
+calls into C, the file with these calls counts for what runs between them, too: `simulator/native.py`, which calls the
+simulator in C 10,000 times a second, counts for the whole search of `passes/refine.py`.
 """
 
 from __future__ import annotations
