@@ -81,7 +81,6 @@ class Moves(ABC):
 
     def __init__(self, count: int) -> None:
         self.order: list[int] = list(range(count))
-        self.position: list[int] = list(self.order)
 
     @abstractmethod
     def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
@@ -107,8 +106,6 @@ class Moves(ABC):
 
     def _put(self, low: int, nodes: Sequence[int]) -> None:
         self.order[low : low + len(nodes)] = nodes
-        for at, node in enumerate(nodes, low):
-            self.position[node] = at
 
 
 class Replay(Moves):

@@ -238,7 +238,7 @@ class _Window(NamedTuple):
 
     outside: list[int]  # bytes outside of pools while each node runs
     in_pools: list[int]
-    deaths: dict[int, int]  # storages that are freed in this range -> the node after which they are freed
+    deaths: dict[int, int]  # storages that are freed after another node than before -> that node
 
 
 class MemoryTimeline:
@@ -259,8 +259,11 @@ class MemoryTimeline:
         for node in self.order:
             for storage in self._life.touches[node]:
                 self._death[storage] = node
-        # node -> bytes freed after it, and those of them in pools
+        # node -> bytes that it allocates, and that are freed after it, outside of pools; and those in pools
+        pairs = zip(self._life.allocates, self._life.pool_allocates, strict=True)
+        self._allocates = [all_bytes - in_pools for all_bytes, in_pools in pairs]
         self._freed, self._pool_freed = [0] * len(self.order), [0] * len(self.order)
+        self._has_pools = any(self._life.in_pool)
         for storage, node in self._death.items():
             self._free(node, storage, 1)
         whole = self._window(0, self.order)
@@ -295,10 +298,8 @@ class MemoryTimeline:
     def apply(self, low: int, nodes: Sequence[int]) -> None:
         """Reorder the nodes at the positions from `low` into the order `nodes`; faster if this order was tried last."""
         found, self._tried = self._try(low, nodes), None
-        for storage, node in found.deaths.items():
-            self._free(self._death[storage], storage, -1)
-            self._free(node, storage, 1)
-            self._death[storage] = node
+        self._free_after(found.deaths)
+        self._death.update(found.deaths)
         self.order[low : low + len(nodes)] = nodes
         self.outside.put(low, found.outside)
         self.in_pools.put(low, found.in_pools)
@@ -318,24 +319,27 @@ class MemoryTimeline:
     def _try(self, low: int, nodes: Sequence[int]) -> _Window:
         """Return the result of `_window`, cached for the order that was tried last."""
         tried = self._tried
-        if tried is None or tried[0] != low or tried[1] != list(nodes):
+        if tried is None or tried[0] != low or tried[1] != nodes:
             tried = self._tried = low, list(nodes), self._window(low, nodes)
         return tried[2]
 
     def _free(self, node: int, storage: int, times: int) -> None:
         """Add a storage to the bytes freed after `node` (times=1), or subtract it (times=-1)."""
-        size = times * self._life.bytes[storage]
-        self._freed[node] += size
-        if self._life.in_pool[storage]:
-            self._pool_freed[node] += size
+        freed = self._pool_freed if self._life.in_pool[storage] else self._freed
+        freed[node] += times * self._life.bytes[storage]
+
+    def _free_after(self, deaths: Mapping[int, int], times: int = 1) -> None:
+        """Free storages after the nodes in `deaths` instead of the present ones (times=1), or undo that (times=-1)."""
+        for storage, node in deaths.items():
+            self._free(self._death[storage], storage, -times)
+            self._free(node, storage, times)
 
     def _live_before(self, at: int) -> tuple[int, int]:
         """Return the bytes live outside of pools and in pools just before the node at position `at` runs."""
         if not at:
             return self._life.base_bytes, 0
         node = self.order[at - 1]
-        outside = self.outside.values[at - 1] - self._life.scratch[node]
-        outside -= self._freed[node] - self._pool_freed[node]
+        outside = self.outside.values[at - 1] - self._life.scratch[node] - self._freed[node]
         return outside, self.in_pools.values[at - 1] - self._pool_freed[node]
 
     def _compare(self, low: int, high: int) -> None:
@@ -356,29 +360,28 @@ class MemoryTimeline:
     def _window(self, low: int, nodes: Sequence[int]) -> _Window:
         life, death, position = self._life, self._death, self.position
         high = low + len(nodes)
-        outside, in_pools = self._live_before(low)
-        deaths: dict[int, int] = {}
+        last: dict[int, int] = {}
         for node in nodes:
             for storage in life.touches[node]:
                 if low <= position[death[storage]] < high:
-                    deaths[storage] = node
-        freed = {node: self._freed[node] for node in nodes}
-        pool_freed = {node: self._pool_freed[node] for node in nodes}
-        for storage, node in deaths.items():
-            old, size = death[storage], life.bytes[storage]
-            if old != node:
-                freed[old] -= size
-                freed[node] += size
-                if life.in_pool[storage]:
-                    pool_freed[old] -= size
-                    pool_freed[node] += size
-        during: list[int] = []
-        during_in_pools: list[int] = []
-        for node in nodes:
-            outside += life.allocates[node] - life.pool_allocates[node]
-            in_pools += life.pool_allocates[node]
-            during.append(outside + life.scratch[node])
-            during_in_pools.append(in_pools)
-            outside -= freed[node] - pool_freed[node]
-            in_pools -= pool_freed[node]
-        return _Window(during, during_in_pools, deaths)
+                    last[storage] = node
+        deaths = {storage: node for storage, node in last.items() if death[storage] != node}
+        outside, in_pools = self._live_before(low)
+        self._free_after(deaths)
+        during = _running(nodes, outside, self._allocates, self._freed)
+        during = [size + life.scratch[node] for size, node in zip(during, nodes, strict=True)]
+        pools = [0] * len(nodes)
+        if self._has_pools:
+            pools = _running(nodes, in_pools, life.pool_allocates, self._pool_freed)
+        self._free_after(deaths, -1)
+        return _Window(during, pools, deaths)
+
+
+def _running(nodes: Sequence[int], live: int, allocates: Sequence[int], freed: Sequence[int]) -> list[int]:
+    """Return the live bytes while each of `nodes` runs, in this order; `live`: those before the first."""
+    during = []
+    for node in nodes:
+        live += allocates[node]
+        during.append(live)
+        live -= freed[node]
+    return during
