@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from overlapc.codegen.generators import Alternative, KernelSource
-from overlapc.codegen.sources import alternatives_of, source_of
+from overlapc.codegen.sources import Sources, alternatives_of
 from overlapc.codegen.trial import refuse
 from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of
 from overlapc.schedule.model import Estimate, Node, Schedule
@@ -54,11 +54,12 @@ def trials_of(
     first: dict[str, Loops | Combo] = {}
     nodes: dict[str, list[str]] = {}
     weights_ns: dict[str, float] = {}
+    sources = Sources(graph)
     for node in schedule.nodes:
         op = node.payload
         if isinstance(op, Loops | Combo):
             estimate = weigh(node)
-            name = source_of(op, graph).name
+            name = sources.of(op).name
             first.setdefault(name, op)
             nodes.setdefault(name, []).append(node.name)
             weights_ns[name] = weights_ns.get(name, 0.0) + (0.0 if estimate is None else estimate.ns)

@@ -10,10 +10,51 @@ from typing import Any
 from overlapc.codegen import generators
 from overlapc.codegen.generators import Alternative, KernelSource
 from overlapc.errors import CompileError
+from overlapc.ir.body import Body
 from overlapc.ir.ops import Attention, Combo, Kernel, Loops, LoweredGraph, loops_of
+from overlapc.ir.template import with_numbered_buffers
 from overlapc.schedule.model import Schedule
 
 _LINES = 4  # lines of the user's code in a kernel's comment
+
+
+class Sources:
+    """The sources of a graph's kernels, with the tilings that heuristics choose.
+
+    Of kernels that differ only in their buffers, as those of equal layers do, one is generated.
+    """
+
+    def __init__(self, graph: LoweredGraph) -> None:
+        self._graph = graph
+        self._generated: dict[tuple[str, Body, str], KernelSource] = {}
+
+    def of(self, op: Kernel) -> KernelSource:
+        """Return the source of the kernel of `op`; CompileError if none can be generated."""
+        comment = "\n".join((f"{' '.join(op.origin.fx)} | {op.origin.source}", *op.origin.lines[1:_LINES]))
+        if isinstance(op, Loops) and not op.body.checks():  # messages of checks name the op
+            body, buffers = with_numbered_buffers(op.body)
+            key = op.device.type, body, _hint(op)
+            if key not in self._generated:
+                self._generated[key] = self._generate(replace(op, body=body), comment)
+            source = self._generated[key]
+            original = {f"b{at}": buffer for at, buffer in enumerate(buffers)}
+            return replace(source, buffers=tuple(original[name] for name in source.buffers), comment=comment)
+        return self._generate(op, comment)
+
+    def _generate(self, op: Kernel, comment: str) -> KernelSource:
+        for part in (op,) if isinstance(op, Attention) else loops_of(op):
+            reason = _refused(part)
+            if reason is not None:
+                raise CompileError(
+                    f"cannot generate a kernel for {' '.join(part.origin.fx)}: {reason}\n   at {part.origin.source}\n"
+                    'hint: options={"native": False} calls the library op of every node; please report this graph'
+                )
+        if isinstance(op, Attention):
+            return generators.attention_source(op, comment)
+        generator = generators.generator_for(op.device.type)
+        if isinstance(op, Combo):
+            return generator.combine([part.body for part in op.parts], _hint(op), comment)
+        return generator.generate(op.body, _hint(op), comment, self._graph.size_hints)
 
 
 def generate_kernels(
@@ -23,19 +64,12 @@ def generate_kernels(
 
     tuned: replacements from autotuning, by the name of the source that each replaces.
     """
-    sources = {}
+    sources, made = {}, Sources(graph)
     for node in schedule.nodes:
         op = node.payload
         if not isinstance(op, Kernel):
             continue
-        for part in (op,) if isinstance(op, Attention) else loops_of(op):
-            reason = _refused(part)
-            if reason is not None:
-                raise CompileError(
-                    f"cannot generate a kernel for {' '.join(part.origin.fx)}: {reason}\n   at {part.origin.source}\n"
-                    'hint: options={"native": False} calls the library op of every node; please report this graph'
-                )
-        source = source_of(op, graph)
+        source = made.of(op)
         other = (tuned or {}).get(source.name)
         if other is not None:  # keep this op's buffers: the measured kernel may be that of another layer
             source = replace(source, name=other.name, text=other.text, launch=other.launch)
@@ -49,19 +83,8 @@ def _refused(op: Loops | Attention) -> str | None:
     return generators.generator_for(op.device.type).refuse(op.body)
 
 
-def source_of(op: Kernel, graph: LoweredGraph) -> KernelSource:
-    """Return the source of the kernel of `op` with the tiling that heuristics choose."""
-    comment = "\n".join((f"{' '.join(op.origin.fx)} | {op.origin.source}", *op.origin.lines[1:_LINES]))
-    if isinstance(op, Attention):
-        return generators.attention_source(op, comment)
-    generator = generators.generator_for(op.device.type)
-    if isinstance(op, Combo):
-        return generator.combine([part.body for part in op.parts], _hint(op), comment)
-    return generator.generate(op.body, _hint(op), comment, graph.size_hints)
-
-
 def alternatives_of(op: Loops | Combo, graph: LoweredGraph, around: Any = None) -> Sequence[Alternative]:
-    """Return what `source_of` returns, or the kernel with tiling `around`, followed by the kernel in other tilings."""
+    """Return what `Sources.of` returns, or the kernel with tiling `around`, followed by the kernel in other tilings."""
     bodies = [part.body for part in loops_of(op)]
     return generators.generator_for(op.device.type).alternatives(bodies, _hint(op), graph.size_hints, around)
 

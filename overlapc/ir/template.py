@@ -26,8 +26,8 @@ class Template:
     size: int | None  # the number that SIZE replaces
 
 
-def template_of(body: Body) -> Template:
-    """Return the template of `body`, with the buffers and the size that are its own."""
+def with_numbered_buffers(body: Body) -> tuple[Body, tuple[str, ...]]:
+    """Return `body` with buffers b0, b1, … in the order of their first use, and the buffers that these replace."""
     accesses: list[Load | Store] = [*body.loads(), *body.stores]
     buffers = tuple(dict.fromkeys(access.buffer for access in accesses))
     names = {buffer: f"b{at}" for at, buffer in enumerate(buffers)}
@@ -37,12 +37,18 @@ def template_of(body: Body) -> Template:
 
     made = rewrite(body, body.loops, body.reduction, replace=renamed)
     stores = tuple(dataclasses.replace(store, buffer=names[store.buffer]) for store in made.stores)
+    return Body(body.loops, body.reduction, stores), buffers
+
+
+def template_of(body: Body) -> Template:
+    """Return the template of `body`, with the buffers and the size that are its own."""
+    body, buffers = with_numbered_buffers(body)
     loops, reduction, size = body.loops, body.reduction, None
     (only, *more) = (*loops, *reduction) or (None,)
     if only is not None and not more and only.size.is_Integer:
         size = int(only.size)
         loops, reduction = (tuple(Loop(loop.symbol, SIZE) for loop in nest) for nest in (loops, reduction))
-    return Template(Body(loops, reduction, stores), buffers, size)
+    return Template(Body(loops, reduction, body.stores), buffers, size)
 
 
 def rough_kind(body: Body) -> tuple[int, ...]:

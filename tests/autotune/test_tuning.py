@@ -23,7 +23,7 @@ from overlapc.autotune.tuning import choose
 from overlapc.codegen import generators
 from overlapc.codegen.cpp.kernel import CppGenerator
 from overlapc.codegen.generators import Alternative, KernelSource
-from overlapc.codegen.sources import generate_kernels, source_of
+from overlapc.codegen.sources import Sources, generate_kernels
 from overlapc.codegen.triton import candidates
 from overlapc.config import Config
 from overlapc.errors import ConfigError, ToolchainError
@@ -193,7 +193,7 @@ def test_tuning_time_is_bounded_and_the_heaviest_kernels_are_tuned_first(paced: 
     assert 0 < len(found.choices) < 9
     heaviest = sorted(lowered.ops, key=lambda op: -(schedule.node(op.name).work.write_bytes))  # type: ignore[union-attr]
     first = [op for op in heaviest if isinstance(op, Loops)][: len(found.choices)]
-    assert set(found.choices) == {source_of(op, lowered).name for op in first}
+    assert set(found.choices) == {Sources(lowered).of(op).name for op in first}
 
 
 def on_ranks(count: int, work: Callable[[Peers, int], Tuning]) -> list[Tuning]:
