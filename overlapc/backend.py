@@ -23,6 +23,7 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.fx.addcdiv import restore_addcdiv
 from overlapc.fx.versions import compiled_autograd, copied_capture, runs_under_ddp, runs_under_fsdp2
+from overlapc.parallel.results_before_breaks import copy_results_that_reduce
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime import triton_workers
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
@@ -64,6 +65,7 @@ def overlapc(
         config = Config.of(options, mode)
         _check_communication(gm)
         restore_addcdiv(gm)
+        copy_results_that_reduce(gm)
         number = next_number()
         CAPTURES.note(number)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}

@@ -272,31 +272,47 @@ def accumulate_reduced(param: DTensor, key: str, grad: Tensor) -> None:
 
 
 @torch.compiler.allow_in_graph
-def reduce_with(output: Tensor, shards: list[DTensor], keys: list[str], pending: list[Tensor]) -> Tensor:
-    """Return `output`, whose backward also reduces the `pending` gradients of gathered parameters.
+def reduce_with(outputs: list[Tensor], shards: list[DTensor], keys: list[str], pending: list[Tensor]) -> list[Tensor]:
+    """Return `outputs`; a backward from any of them also reduces the `pending` gradients of gathered parameters, once.
 
     The sharded parameters receive these gradients in addition to those of the step; in a compiled graph the two are
     added up first and reduced once (`fx.gathers.merge_reductions`).
     """
     locals_ = [shard.to_local() for shard in shards]
-    result: Tensor = _ReduceWith.apply(output, keys, len(locals_), *locals_, *pending)
-    return result
+    reduced = _Reduced.apply(keys, len(locals_), *locals_, *pending)
+    return [_Behind.apply(output, reduced) for output in outputs]
 
 
-class _ReduceWith(torch.autograd.Function):
+class _Reduced(torch.autograd.Function):
+    """An empty tensor whose backward reduces pending gradients."""
+
     @staticmethod
-    def forward(ctx: Any, output: Tensor, keys: list[str], count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, keys: list[str], count: int, *tensors: Tensor) -> Tensor:
         ctx.keys = keys
         ctx.save_for_backward(*tensors[count:])
-        return output.view_as(output)
+        return tensors[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
         reduced = []
         for key, pending in zip(ctx.keys, ctx.saved_tensors, strict=True):
             with annotate(_params[key].label):
                 reduced.append(_reduce(pending, _params[key]))
-        return grad, None, None, *reduced, *(None for _ in reduced)
+        return None, None, *reduced, *(None for _ in reduced)
+
+
+class _Behind(torch.autograd.Function):
+    """An output whose backward runs that of `reduced`; one for each output, so that each may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, reduced: Tensor) -> Tensor:
+        ctx.save_for_backward(reduced)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (reduced,) = ctx.saved_tensors
+        return grad, torch.zeros_like(reduced)
 
 
 def _gather(shard: Tensor, param: ShardedParam) -> Tensor:

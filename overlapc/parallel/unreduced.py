@@ -73,21 +73,32 @@ def discard_unsynced(modules: Iterable[nn.Module]) -> None:
 
 
 def reduce_behind(output: Any, module: Any) -> Any:
-    """Return `output` of `module`, whose backward, if it has one, also reduces the module's pending gradients."""
+    """Return `output` of `module`; a backward from any tensor in it also reduces the module's pending gradients.
+
+    They are reduced at once if no tensor in `output` has a gradient.
+    """
     leaves, tree = pytree.tree_flatten(output)
     pending: Pending = module._overlapc_pending
-    for at, leaf in enumerate(leaves):
-        if not (isinstance(leaf, Tensor) and leaf.requires_grad):
-            continue
-        if torch.compiler.is_dynamo_compiling():
-            keys, waiting = list(pending), list(pending.values())
-            leaves[at] = reduce_with(leaf, [shard for shard, _ in waiting], keys, [grad for _, grad in waiting])
-            module._overlapc_pending = {}
-            return pytree.tree_unflatten(leaves, tree)
+    ends = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not ends:
+        _reduce_now(pending)
+    elif torch.compiler.is_dynamo_compiling():
+        keys, waiting = list(pending), list(pending.values())
+        tensors = [leaves[at] for at in ends]
+        behind = reduce_with(tensors, [shard for shard, _ in waiting], keys, [grad for _, grad in waiting])
+        for at, leaf in zip(ends, behind, strict=True):
+            leaves[at] = leaf
+        module._overlapc_pending = {}
+        return pytree.tree_unflatten(leaves, tree)
+    for at in ends:
         # A hook, not an autograd function: callers may change the result in place, as `loss *= scale` does.
-        leaf.register_hook(functools.partial(_begin, pending))
-        break
+        leaves[at].register_hook(functools.partial(_begin, pending))
     return output
+
+
+@torch._dynamo.disable(reason="gradients of earlier micro-batches are reduced, because this output has no gradient")
+def _reduce_now(pending: Pending) -> None:
+    reduce_all(pending)
 
 
 def reduce_all(pending: Pending) -> None:
@@ -101,6 +112,8 @@ def reduce_all(pending: Pending) -> None:
 def _begin(pending: Pending, _grad: Tensor) -> None:
     """Hand `pending` to the gathers of the backward that begins, and reduce at its end what none of them took."""
     waiting = dict(pending)
+    if not waiting:  # another output's hook ran before
+        return
     pending.clear()  # if there were several forwards, the first backward reduces them
     due.update({key: grad for key, (_, grad) in waiting.items()})
 

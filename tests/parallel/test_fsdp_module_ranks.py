@@ -146,6 +146,32 @@ class Encoding(Tiny):
         return self.embed(tokens) @ self.head.weight.T
 
 
+class Scored(Tiny):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.norm(hidden))
+        if targets is None:
+            return logits.argmax(-1)
+        scores = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        torch._dynamo.graph_break()
+        return {"loss": scores.mean(), "scores": scores}
+
+
+def from_the_last_output(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Like TRL's SFTTrainer: the loss is computed from another output than the model's first one. Before the last
+    micro-batch the model predicts, which has no backward."""
+    losses = []
+    for number, batch in enumerate(micro_batches()):
+        model.set_requires_gradient_sync(number == MICRO - 1)
+        if number == MICRO - 1:
+            model(batch[0])
+        losses.append(model(*batch)["scores"].square().mean())
+        losses[-1].backward()
+    return losses
+
+
 def eager(model: Any) -> Any:
     return model
 
@@ -169,6 +195,11 @@ def with_head(mesh: DeviceMesh) -> Any:
     model = Tiny(layers=1)
     fsdp2.fully_shard(model.head, mesh=mesh["dp"])
     return shard(model, mesh["dp"], apply=fsdp2.fully_shard)
+
+
+def scored(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    return shard(Scored(layers=1), mesh["dp"], apply=fsdp2.fully_shard)
 
 
 def with_method(mesh: DeviceMesh) -> Any:
@@ -200,6 +231,8 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
     "recovered, eager": (tiny, recovered, eager),
     "pipelined, eager": (stage, pipelined, eager),
     "pipelined, model.compile": (stage, pipelined, compiled_in_place),
+    "last output, eager": (scored, from_the_last_output, eager),
+    "last output, model.compile": (scored, from_the_last_output, compiled_in_place),
     "method": (with_method, method, eager),
 }
 
