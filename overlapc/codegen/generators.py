@@ -108,6 +108,14 @@ class AttentionGenerator(Protocol):
         """Return the source of its kernel; the kernel takes the buffers of `op.inputs` and `op.outputs`."""
 
 
+@runtime_checkable
+class AheadGenerator(Protocol):
+    """A generator that can compile in the background."""
+
+    def compile_ahead(self, sources: Sequence[KernelSource], cache_dir: Path) -> None:
+        """Start to compile sources that are not cached. `load` waits for them, and reports errors."""
+
+
 def refuse_attention(op: Attention) -> str | None:
     """Return why no kernel for this attention is generated on its device, or None."""
     generator = generator_for(op.device.type)

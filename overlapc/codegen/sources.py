@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from overlapc.codegen import generators
-from overlapc.codegen.generators import Alternative, KernelSource
+from overlapc.codegen.generators import AheadGenerator, Alternative, KernelSource
 from overlapc.errors import CompileError
 from overlapc.ir.body import Body
 from overlapc.ir.ops import Attention, Combo, Kernel, Loops, LoweredGraph, loops_of
@@ -58,13 +59,17 @@ class Sources:
 
 
 def generate_kernels(
-    schedule: Schedule, graph: LoweredGraph, tuned: Mapping[str, KernelSource] | None = None
+    schedule: Schedule,
+    graph: LoweredGraph,
+    tuned: Mapping[str, KernelSource] | None = None,
+    made: Sources | None = None,
 ) -> dict[str, KernelSource]:
     """Return the source of every generated kernel, by the name of its op.
 
-    tuned: replacements from autotuning, by the name of the source that each replaces.
+    tuned: replacements from autotuning, by the name of the source that each replaces. made: the sources of `graph`, if
+    some have been generated already.
     """
-    sources, made = {}, Sources(graph)
+    sources, made = {}, made or Sources(graph)
     for node in schedule.nodes:
         op = node.payload
         if not isinstance(op, Kernel):
@@ -75,6 +80,22 @@ def generate_kernels(
             source = replace(source, name=other.name, text=other.text, launch=other.launch)
         sources[op.name] = source
     return sources
+
+
+def compile_ahead(schedule: Schedule, made: Sources, cache_dir: Path) -> None:
+    """Start to compile the kernels of a schedule while passes order it, where their generators can.
+
+    Passes change few kernels: those that they merge into one launch.
+    """
+    found: dict[str, dict[str, KernelSource]] = {}
+    for op in (node.payload for node in schedule.nodes):
+        if isinstance(op, Kernel) and isinstance(generators.generator_for(op.device.type), AheadGenerator):
+            source = made.of(op)
+            found.setdefault(op.device.type, {}).setdefault(source.name, source)
+    for device_type, sources in found.items():
+        generator = generators.generator_for(device_type)
+        assert isinstance(generator, AheadGenerator)
+        generator.compile_ahead(list(sources.values()), cache_dir)
 
 
 def _refused(op: Loops | Attention) -> str | None:

@@ -19,6 +19,7 @@ from overlapc.codegen import generators
 from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.codegen.copies import Copied
+from overlapc.codegen.sources import Sources, compile_ahead
 from overlapc.config import Config
 from overlapc.errors import CompileError, MemoryBudgetError, NoSharedMemory
 from overlapc.estimators.agreement.graph_text import canonical_lines
@@ -82,6 +83,7 @@ class Planned:
 
     result: Result
     lowered: LoweredGraph
+    sources: Sources  # those of its kernels
     tuning: Tuning | None = None
     copies: Mapping[str, Copied] = field(default_factory=dict)  # start -> how generated code copies it
     not_copied: Mapping[str, str] = field(default_factory=dict)  # collective that should use copies -> why it does not
@@ -230,6 +232,7 @@ def _stages(
         followed=followed,
         passes=passes,
         dumps=dumps,
+        generates_code=runs and opens_copies,
     )
     before = copied(gm.graph) if config.transport == AUTO and transports.wanted and followed is None else None
     try:
@@ -262,6 +265,7 @@ def _scheduled(
     passes: Passes,
     transports: Transports,
     dumps: Dumps,
+    generates_code: bool,
 ) -> Planned:
     """Run the stages after the choice of transports, up to the agreement on the order of collectives."""
     communication = described(carried(gm, config.safe_communication, transports))
@@ -284,6 +288,10 @@ def _scheduled(
     chain = chain_of(profile, config, lowered, inner, tuning)
     with phase("estimates"):
         schedule = _estimated(schedule, chain, agreement)
+    sources = Sources(lowered)
+    if generates_code and tuning is None:  # not earlier: threads would disturb what estimates measure
+        with phase("code"):
+            compile_ahead(schedule, sources, config.cache_dir)
     if agreement is not None:
         schedule = _with_common_sizes(schedule, agreement)
     schedule = _beside_what_is_held(schedule)
@@ -304,7 +312,7 @@ def _scheduled(
     if agreement is not None:
         agreement.agree_on_order(collective_lines(result.schedule))
         agreed = agreed_on(schedule, result, collective_lines(result.schedule), followed)
-    return Planned(result, lowered, tuning, agreed=agreed)
+    return Planned(result, lowered, sources, tuning, agreed=agreed)
 
 
 def _following(followed: Followed[Agreed], schedule: Schedule, context: Context, transports: Transports) -> Result:

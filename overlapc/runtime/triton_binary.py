@@ -8,15 +8,16 @@ types, constants, options, target, Triton's version and the environment variable
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from overlapc.errors import ToolchainError
+from overlapc.errors import OverlapcError, ToolchainError
 from overlapc.runtime import triton_workers
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.triton_compile import REVISION, Binary, Specification, compile_now
@@ -107,8 +108,29 @@ def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
     return options
 
 
+_in_background: list[threading.Thread] = []
+
+
+def compile_in_background(requests: Callable[[], Mapping[str, CubinRequest]], cache_dir: Path) -> None:
+    """Call `compile_ahead` in another thread; the next `compile_ahead` waits for it."""
+
+    def run() -> None:
+        with suppress(OverlapcError, OSError):  # what is missing is compiled again, which reports the error
+            _compile_missing(requests(), cache_dir)
+
+    thread = threading.Thread(target=run, name="overlapc-compile-ahead")
+    _in_background.append(thread)
+    thread.start()
+
+
 def compile_ahead(each: Mapping[str, CubinRequest], cache_dir: Path) -> None:
     """Compile the requests (by key) that are not cached, in workers; `CubinRequest.obtain` later reports failures."""
+    while _in_background:
+        _in_background.pop().join()
+    _compile_missing(each, cache_dir)
+
+
+def _compile_missing(each: Mapping[str, CubinRequest], cache_dir: Path) -> None:
     missing = [item for item in each.values() if item.find(cache_dir) is None]
     if not triton_workers.worth_it(len(missing)):
         return

@@ -22,6 +22,7 @@ from overlapc.runtime.triton_binary import (
     CubinRequest,
     Target,
     compile_ahead,
+    compile_in_background,
     refused,
     triton_module,
     wanted,
@@ -33,6 +34,28 @@ from overlapc.runtime.triton_kernel import Source, Variant, host_function, launc
 Run = Callable[[int, int, Sequence[int]], None]  # programs, stream, arguments
 
 _WARP = 32  # threads per warp
+
+
+def compile_sources(sources: Sequence[Source], cache_dir: Path) -> None:
+    """Start to compile the usual variant of each source for the current device; `load_kernels` then finds it cached."""
+    if triton_module().knobs.runtime.interpret or not torch.cuda.is_available():
+        return
+    target = _target()
+
+    def requests() -> dict[str, CubinRequest]:
+        wanted_now = [
+            wanted(source, stage, usual_variant(source), target, cache_dir)
+            for source in sources
+            for stage in launch_of(source).stages
+        ]
+        return {each.key: each for each in wanted_now}
+
+    compile_in_background(requests, cache_dir)
+
+
+def _target() -> Target:
+    major, minor = torch.cuda.get_device_capability()
+    return "cuda", 10 * major + minor, 32
 
 
 def load_kernels(sources: Sequence[Source], cache_dir: Path) -> Mapping[str, Callable[..., None]]:
@@ -49,8 +72,7 @@ def load_kernels(sources: Sequence[Source], cache_dir: Path) -> Mapping[str, Cal
         raise ToolchainError(
             "Triton kernels need a CUDA device, and none is visible; TRITON_INTERPRET=1 runs them on CPU tensors"
         )
-    major, minor = torch.cuda.get_device_capability()
-    target = ("cuda", 10 * major + minor, 32)
+    target = _target()
     launchers = {source.name: CudaLauncher(source, cache_dir, target) for source in sources}
     compile_ahead({each.key: each for launcher in launchers.values() for each in launcher.usual()}, cache_dir)
     for launcher in launchers.values():

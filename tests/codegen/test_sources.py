@@ -1,12 +1,17 @@
-"""Kernels that differ only in their buffers are generated once."""
+"""Kernels that differ only in their buffers are generated once, and compiled while passes run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from overlapc.codegen import generators
 from overlapc.codegen.cpp import CppGenerator
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.sources import generate_kernels
 from overlapc.fusion.to_schedule import to_schedule
 from tests.fusion.small_graphs import graph, pointwise
@@ -28,3 +33,30 @@ def test_equal_kernels_of_layers_are_generated_once(monkeypatch: pytest.MonkeyPa
     assert len({sources[name].text for name, _ in chain}) == 1
     assert [sources[name].buffers for name, _ in chain] == [(name, read) for name, read in chain]
     assert sources["z"].text != sources["y1"].text
+
+
+class Ahead(CppGenerator):
+    """A generator that can compile in the background."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, set[str]]] = []
+
+    def compile_ahead(self, sources: Sequence[KernelSource], cache_dir: Path) -> None:
+        self.calls.append(("compile ahead", {source.name for source in sources}))
+
+    def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Any:
+        self.calls.append(("load", {source.name for source in sources}))
+        return super().load(sources, cache_dir)
+
+
+@pytest.mark.parametrize("planned_only", [False, True])
+def test_kernels_compile_while_passes_run(monkeypatch: pytest.MonkeyPatch, planned_only: bool, fresh_dynamo: None):
+    ahead = Ahead()
+    monkeypatch.setitem(generators._generators, "cpu", ahead)
+    backend: Any = "overlapc"
+    if planned_only:
+        from overlapc.backend import plan_only as backend
+    torch.compile(lambda x: x.exp().sum(0), backend=backend, options={"warm_start": False})(torch.randn(5, 7))
+    names = [name for name, _ in ahead.calls]
+    assert names == ([] if planned_only else ["compile ahead", "load"])
+    assert not ahead.calls or ahead.calls[0][1] == ahead.calls[1][1]

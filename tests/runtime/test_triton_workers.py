@@ -13,7 +13,7 @@ from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.errors import ToolchainError
 from overlapc.runtime import triton_binary, triton_workers
-from overlapc.runtime.triton_binary import CubinRequest, compile_ahead, wanted
+from overlapc.runtime.triton_binary import CubinRequest, compile_ahead, compile_in_background, wanted
 from overlapc.runtime.triton_kernel import Variant, usual_variant
 from tests.multigpu.test_triton_gpu import swiglu_body
 
@@ -64,6 +64,24 @@ def test_the_launcher_finds_what_workers_compiled(tmp_path: Path, compiled_here:
         assert binary.entry.encode() in cubin.read_bytes()
         assert binary.warps == each.stage.num_warps
     assert compiled_here == []  # this process did not request kernels from Triton
+
+
+def test_a_kernel_that_compiles_in_the_background_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_workers: None
+):
+    batches = []
+    compile_all = triton_workers.compile_all
+
+    def noted(specifications: list) -> list:
+        batches.append(len(specifications))
+        return compile_all(specifications)
+
+    monkeypatch.setattr(triton_workers, "compile_all", noted)
+    kernels = three(tmp_path)
+    compile_in_background(lambda: kernels, tmp_path)
+    compile_ahead(kernels, tmp_path)
+    assert batches == [3]
+    assert all(each.find(tmp_path) is not None for each in kernels.values())
 
 
 def test_the_launcher_explains_errors_of_kernels_that_workers_refused(tmp_path: Path, two_workers: None):

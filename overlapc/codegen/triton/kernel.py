@@ -28,7 +28,7 @@ from overlapc.codegen.triton.tiling import Tiling, accesses_of
 from overlapc.ir.body import Body, Cast, Op
 from overlapc.ir.ops import Attention
 from overlapc.runtime.triton_kernel import Stage, TritonLaunch
-from overlapc.runtime.triton_launch import load_kernels
+from overlapc.runtime.triton_launch import compile_sources, load_kernels
 
 
 class TritonGenerator:
@@ -114,6 +114,10 @@ class TritonGenerator:
     def attention(self, op: Attention, comment: str = "") -> KernelSource:
         """Return the source of an attention kernel."""
         return attention.source(op, "flex_attention_backward" if op.is_backward else "flex_attention", comment)
+
+    def compile_ahead(self, sources: Sequence[KernelSource], cache_dir: Path) -> None:
+        """Start to compile sources in worker processes."""
+        compile_sources(sources, cache_dir)
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Return launchers for the current CUDA device, or for Triton's interpreter if TRITON_INTERPRET=1."""
