@@ -15,6 +15,9 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from overlapc.fx.versions import in_backward
 
 aten = torch.ops.aten
 # Intermediate values of these ops cancel (gelu far below 0 is x times a difference near 0), so each step is rounded.
@@ -29,6 +32,7 @@ _BITS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
+_SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default)
 # Ops that move or select values without computing new ones; random numbers are the same in every run.
 _MOVES = frozenset(
     """
@@ -66,6 +70,7 @@ class Noise(TorchDispatchMode):
     def __init__(self, seed: int, units: int = 1) -> None:
         super().__init__()
         self.seed, self.units = seed, units
+        self.largest = WeakIdKeyDictionary()  # of sums of gradients: the largest magnitude of their terms
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -81,6 +86,22 @@ class Noise(TorchDispatchMode):
         if func in _IN_STEPS:
             with self:
                 return _IN_STEPS[func](*args, **kwargs)
+        if func in (aten.add.Tensor, aten.add_.Tensor) and in_backward() and all(map(_is_float, args[:2])):
+            return self._sum_of_gradients(func, name, args, kwargs)
+        return self._rounded(func, name, args, kwargs)
+
+    def _sum_of_gradients(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
+        """The sum of two, moved by a unit of its largest term if one of the two is a sum itself."""
+        known = [self.largest.get(x) for x in args[:2]]
+        largest = torch.maximum(*(x.abs() if found is None else found for x, found in zip(args, known, strict=True)))
+        out = self._rounded(func, name, args, kwargs)
+        if any(found is not None for found in known):
+            moved = out + (jolted(largest, self.seed, self.units) - largest)
+            out = out.copy_(moved) if func._schema.is_mutable else moved
+        self.largest[out] = largest
+        return out
+
+    def _rounded(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         exact = _in_float64(func, args, kwargs)
         if name in ("add", "sub") and isinstance(exact, Tensor):
             exact = _unless_absorbed(exact, name, args, kwargs)
@@ -95,10 +116,37 @@ class Noise(TorchDispatchMode):
         if torch.Tag.pointwise in func.tags or name == "_to_copy":
             out = _mapped(_nearer, func(*args, **kwargs), exact)
         else:  # sums: rounding errors are relative to partial sums, which may be larger than the result
-            plain = func(*args, **kwargs)
+            plain = self._in_another_order(func, *args, **kwargs)
             shaken = func(*tree_map(self._jolt, args), **tree_map(self._jolt, kwargs))
             out = _merged(plain, shaken, exact)
         return _mapped(self._moved, out, exact)
+
+    def _in_another_order(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """`func(x, ...)`, the terms of a sum in a random order; not in programs being drawn (seed 1), so that these
+        stay the same."""
+        plain = func(x, *args, **kwargs)
+        dim = args[0] if args else None
+        if self.seed == 1 or func not in _SUMS or not _is_float(plain) or not x.numel() or not x.ndim:
+            return plain
+        if func is aten.cumsum.default:
+            x = x.movedim(dim, -1)
+            rows = x.unsqueeze(-2).expand(*x.shape, x.shape[-1])
+            before = torch.ones(rows.shape[-2:], dtype=torch.bool, device=x.device).tril()
+            return self._permuted_sum(torch.where(before, rows, 0)).movedim(-1, dim).to(plain.dtype)
+        dims = [at % x.ndim for at in ([dim] if isinstance(dim, int) else dim or range(x.ndim))]
+        rows = x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims))
+        total = self._permuted_sum(rows).reshape(plain.shape)
+        return (total / rows.shape[-1] if "mean" in func._schema.name else total).to(plain.dtype)
+
+    def _permuted_sum(self, x: Tensor) -> Tensor:
+        """The sum over the last dimension: neighbours are added, after a permutation, until one number is left."""
+        generator = torch.Generator().manual_seed(self.seed)
+        x = x[..., torch.randperm(x.shape[-1], generator=generator).to(x.device)]
+        x = x.float() if x.dtype.itemsize < 4 else x
+        while x.shape[-1] > 1:
+            even, odd = x[..., 0::2], x[..., 1::2]
+            x = torch.cat([even[..., : odd.shape[-1]] + odd, even[..., odd.shape[-1] :]], -1)
+        return x[..., 0]
 
     def _jolt(self, x: Any) -> Any:
         return jolted(x, self.seed + 1, self.units) if _is_float(x) else x

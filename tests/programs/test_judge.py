@@ -85,6 +85,33 @@ def test_a_sum_in_another_order_is_right() -> None:
     assert verdict_on(made, lambda f, x, y: ((x * y).flip(0).sum(0),)).kind == "right"
 
 
+def test_a_sum_that_is_exact_in_one_order_only_is_right_in_another() -> None:
+    """In float32 1.75 + 0.25 - 2 + 2**-24 is 2**-24, and 2**-24 + 1.75 + 0.25 - 2 is 0."""
+    made = program(
+        "v1 = (x0 * 0)[0, :4] + torch.tensor([1.75, 0.25, -2.0, 2**-24])", "v2 = v1.cumsum(0)", results=("v2",)
+    )
+
+    def sequential(f: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Tensor]:
+        terms = (x * 0)[0, :4] + torch.tensor([1.75, 0.25, -2.0, 2**-24])
+        last = terms[3] + terms[0] + terms[1] + terms[2]
+        return (torch.cat([terms.cumsum(0)[:3], last[None]]),)
+
+    assert not verdict_on(made, sequential).wrong
+    assert verdict_on(made, lambda f, x, y: (f(x, y)[0] + 1e-3,)).wrong
+
+
+def test_noise_moves_a_sum_of_gradients_that_is_exact_in_one_order_only() -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    def gradient(*factors: float, seed: int) -> Tensor:
+        with Noise(seed):
+            return torch.autograd.grad(sum(x * factor for factor in factors).sum(), x)[0]
+
+    moved = torch.stack([gradient(2**-24, -2, 0.25, 1.75, seed=seed) for seed in range(8)]) - 2**-24
+    assert 0 < moved.abs().max() < 1e-6
+    assert torch.equal(gradient(1.75, 2, seed=2), torch.full((3,), 3.75))
+
+
 def test_cancellation_within_an_op_is_judged_by_its_steps() -> None:
     made = program("v1 = F.gelu(x0 * 0 - 3.4, approximate='tanh')")
 
