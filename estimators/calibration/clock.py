@@ -125,9 +125,13 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-def burst_ns(clock: Clock, call: Callable[[], Any]) -> float:
-    """Return the ns of one call in a short burst after a pause, during which a GPU keeps its clock without load."""
-    time.sleep(_PAUSE_S)
+def burst_ns(clock: Clock, call: Callable[[], Any], idle_since: float | None = None) -> float:
+    """Return the ns of one call in a short burst after a pause, during which a GPU keeps its clock without load.
+
+    idle_since: the time (`perf_counter`) since which the device has had nearly nothing to do; None for now.
+    """
+    now = time.perf_counter()
+    time.sleep(max(0.0, _PAUSE_S - (now - (now if idle_since is None else idle_since))))
     return compute_ns(clock, call, rounds=1)
 
 

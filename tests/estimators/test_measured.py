@@ -1,12 +1,15 @@
 """Library calls are measured on this device once per shape, cached on disk, and only if that is asked for or useful."""
 
 import json
+import time
 
 import pytest
 import torch
 
 import overlapc
-from overlapc.estimators.measured import Call, MeasuredCalls, Times
+from overlapc.estimators import measured
+from overlapc.estimators.calibration.clock import CpuClock
+from overlapc.estimators.measured import Call, MeasuredCalls, Times, measure
 from overlapc.estimators.nccl_own import LibraryCollectives
 from overlapc.planning.estimator_chain import measures
 from overlapc.report import record
@@ -104,3 +107,25 @@ def test_the_users_estimate_precedes_a_measurement(tmp_path):
     found = sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True, estimates=lambda node: 5.0)
     assert found["mm"] == "user"
     assert overlapc.Config(measure_matmuls="").measure_matmuls is None
+
+
+class Queued(CpuClock):
+    """A clock of a CPU that is measured like a GPU."""
+
+    queued = True
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_making_the_arguments_is_part_of_the_pause_before_a_burst(monkeypatch: pytest.MonkeyPatch, long: bool):
+    def make():
+        until = time.perf_counter() + (0.04 if long else 0.0)
+        while time.perf_counter() < until:
+            pass
+        return lambda: None
+
+    monkeypatch.setattr(measured, "clock_for", lambda device: Queued())
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert measure(Call("key", CPU, make)) is not None
+    (pause_s,) = pauses
+    assert pause_s == 0 if long else 0 < pause_s <= 0.03
