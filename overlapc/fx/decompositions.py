@@ -132,7 +132,7 @@ def of_dense(op: Any) -> Callable[..., Any]:
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         shared = any(extent != 1 and step == 0 for extent, step in zip(x.shape, x.stride(), strict=True))
-        return op(x.clone(memory_format=torch.contiguous_format), *args, **kwargs) if shared else NotImplemented
+        return op(x.clone(), *args, **kwargs) if shared else NotImplemented
 
     return call
 

@@ -225,6 +225,9 @@ def test_results_of_decomposed_ops_have_eagers_strides():
         yield aten.mse_loss_backward(torch.ones(()), y, y, 1)
         yield aten.native_dropout_backward(y, mask.t(), 2.0)
         yield torch.clip(y, rows[:, None], rows[:, None] + 1)
+        shared = y.unsqueeze(1).expand(-1, 2, -1)
+        yield torch.slice_scatter(shared, shared[:, :, :1] * 2, 2, -1)
+        yield torch.select_scatter(shared, shared[:, :, 0] * 2, 2, 1)
 
     def results(*args):
         return list(function(*args))
