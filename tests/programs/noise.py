@@ -76,6 +76,8 @@ class Noise(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._efficientzerotensor.default:
             func = aten.zeros.default  # because under a mode torch's `mul.Scalar` reads the missing memory
+        if func is aten.bernoulli.default:  # a probability of 1 may have become larger, which CUDA stops at
+            args = (args[0].clamp(0, 1), *args[1:])
         if func is aten.topk.default and self.seed % 2:
             return _topk_of_first(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
