@@ -356,14 +356,15 @@ def draw(seed: int, device: str = "cpu", dynamic: bool | None = None, short: boo
 
 
 def less_changed(program: Program) -> Program:
-    """Return the program without its last in-place statement, or, if there is none, without gradients."""
+    """Return the program without its last in-place statement, or, if there is none, without gradients; what is empty is
+    always filled."""
     for at in reversed(range(len(program.body))):
         text = program.body[at]
         if re.search(r"\w_\(|\] [-+*]?= ", text) and not re.search(r"^\s*v\d+ =", text, re.MULTILINE):
             return replace(program, body=program.body[:at] + program.body[at + 1 :])
     for at in reversed(range(len(program.body))):
         made = re.match(r"(v\d+) = ", program.body[at])
-        if made and re.search(r"\.[a-z_]+_\(", program.body[at]):
+        if made and re.search(r"\.[a-z_]+_\(", program.body[at]) and "empty" not in program.body[at]:
             body = list(program.body)
             target = re.split(r"\.[a-z_]+_\(", body[at].split("= ", 1)[1])[0]
             body[at] = f"{made[1]} = {target}"

@@ -14,7 +14,7 @@ from torch._decomp import get_decompositions
 
 from overlapc.errors import ToolchainError
 from tests.programs.by_triton import judge_triton
-from tests.programs.draw import draw
+from tests.programs.draw import draw, less_changed
 from tests.programs.judge import Verdict, judge
 from tests.programs.noise import Noise, jolted
 from tests.programs.program import Program
@@ -49,6 +49,13 @@ def test_eager_is_right() -> None:
 
 def test_a_seed_always_gives_the_same_program() -> None:
     assert draw(5) == draw(5)
+
+
+def test_a_program_that_changes_less_still_fills_what_is_empty() -> None:
+    made = program("v1 = torch.empty_like(x0).fill_(1.5)", "v2 = x0.cos().mul_(x1)", results=("v1", "v2"))
+    once = less_changed(made)
+    assert once.body == ("v1 = torch.empty_like(x0).fill_(1.5)", "v2 = x0.cos()")
+    assert less_changed(once).body == once.body
 
 
 def test_a_drawn_program_prints_as_a_script() -> None:
