@@ -28,7 +28,13 @@ from overlapc.report.captures import CAPTURES
 from overlapc.runtime import triton_workers
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
 from overlapc.runtime.counters import count
-from overlapc.runtime.input_offsets import InputPlaces, always_eagerly, eagerly_elsewhere
+from overlapc.runtime.input_offsets import (
+    UNTRACEABLE,
+    InputPlaces,
+    always_eagerly,
+    eagerly_elsewhere,
+    is_untraceable_change,
+)
 from overlapc.runtime.native_launcher import host_launcher_type
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
@@ -78,7 +84,13 @@ def overlapc(
             offsets = places.offsets()
             if offsets:
                 eager = copied_capture(gm)  # tracing rewrites the graph of `gm`
-                return eagerly_elsewhere(_step(gm, example_inputs, config, number, devices), eager, offsets)
+                try:
+                    step = _step(gm, example_inputs, config, number, devices)
+                except AssertionError as error:
+                    if not is_untraceable_change(error):
+                        raise
+                    return always_eagerly(eager, UNTRACEABLE)
+                return eagerly_elsewhere(step, eager, offsets)
             return _step(gm, example_inputs, config, number, devices, (options, mode))
         examples = plain_examples(example_inputs, late)
         with arrived(examples, within):

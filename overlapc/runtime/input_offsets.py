@@ -5,9 +5,10 @@ offset, in its gradient and where it is written to, and changes of an input that
 Called with other offsets, the compiled step would be wrong, so the call then runs eagerly the graph that Dynamo
 captured.
 
-Two kinds of graphs always run eagerly. For a changed input AOTAutograd traces a copy with offset 0, so `as_strided`
+Three kinds of graphs always run eagerly. For a changed input AOTAutograd traces a copy with offset 0, so `as_strided`
 with an offset is right only for inputs that have offset 0, too. And AOTAutograd cannot trace changes of inputs that
-share memory if their sizes were symbolic and turned out to be constant while Dynamo traced.
+share memory if their sizes were symbolic and turned out to be constant while Dynamo traced, or if autograd does not
+know one of them as a view of the other: it refuses these.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.runtime.counters import count
+
+UNTRACEABLE = "it changes an input that shares memory with another, which autograd does not know as a view of it"
 
 
 class InputPlaces:
@@ -75,6 +78,11 @@ class InputPlaces:
         if any(isinstance(number, torch.SymInt) and number.node.maybe_as_int() is None for number in numbers):
             return False
         return any(_was_symbolic(self._inputs[at], self._examples[at]) for at in group)
+
+
+def is_untraceable_change(error: AssertionError) -> bool:
+    """Whether AOTAutograd refuses a graph for the reason `UNTRACEABLE`."""
+    return "non-differentiable view input mutations" in str(error)
 
 
 def always_eagerly(eager: GraphModule, reason: str) -> Callable[..., Any]:

@@ -105,3 +105,20 @@ def test_changed_inputs_in_one_memory_with_specialized_sizes_run_eagerly() -> No
     compiled = torch.compile(function, backend="overlapc", dynamic=True)
     with pytest.warns(UserWarning, match="torch cannot trace their sizes"):
         torch.testing.assert_close(called(compiled), called(function))
+
+
+def test_changes_of_a_detached_part_of_another_input_run_eagerly() -> None:
+    """AOTAutograd refuses them: autograd does not know the detached part as a view of the other input."""
+
+    def function(x: Tensor, part: Tensor) -> Tensor:
+        part.add_(1)
+        return x * part
+
+    def gradient(function: Callable[..., Tensor]) -> Tensor:
+        leaf = torch.linspace(0, 1, 5).requires_grad_()
+        x = leaf * 1
+        return torch.autograd.grad(function(x[1:4], x.detach()[1:4]).sum(), leaf)[0]
+
+    compiled = torch.compile(function, backend="overlapc")
+    with pytest.warns(UserWarning, match="shares memory with another, which autograd does not know"):
+        torch.testing.assert_close(gradient(compiled), gradient(function))
