@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx import traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
@@ -577,3 +578,10 @@ _BREAKS = {
     "generic_jump": "which branch is taken depends on a tensor's value",
     "step_unsupported": "Dynamo does not trace this statement",
 }
+
+
+def only_in_backward() -> AbstractContextManager[None]:
+    """Return a context in which AOTAutograd traces nodes that its partitioner places in backward only."""
+    from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_must_be_in_backward
+
+    return set_partitioner_tag_must_be_in_backward() if traceback.has_preserved_node_meta() else nullcontext()

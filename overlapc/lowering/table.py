@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from overlapc.errors import OverlapcError
+from overlapc.fx.claim import CLAIM
 from overlapc.fx.random import ops as our_ops
 
 aten = torch.ops.aten
@@ -23,6 +24,7 @@ _by_name: dict[str, Rule] = {}
 
 # Ops that are called deliberately, because their library kernels are the best choice: not counted as fallbacks.
 LIBRARY_CALLS: set[Any] = {
+    CLAIM,
     our_ops.seed.default,
     our_ops.seeds.default,
     aten.mm.default,

@@ -26,6 +26,7 @@ from overlapc.parallel.controls import Controls, modules_of, refusal
 from overlapc.parallel.gather import ShardedParam, ShardGroup, unshard
 from overlapc.parallel.state import ModuleState
 from overlapc.parallel.unreduced import (
+    Gradients,
     Pending,
     discard_unsynced,
     keep_unsynced,
@@ -64,7 +65,7 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
         # Not in __call__: this is what `model.compile()` compiles.
         args, kwargs = self._cast_inputs(args, kwargs)
         output = super()._call_impl(*args, **kwargs)  # type: ignore[misc]
-        if self._overlapc_pending and torch.is_grad_enabled():
+        if self._overlapc_pending.gradients and torch.is_grad_enabled():
             output = reduce_behind(output, self)
         if self._overlapc_output_dtype is not None:
             output = _cast(output, self._overlapc_output_dtype)
@@ -96,14 +97,14 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
         """
         modules = modules_of(self, recurse)
         if requires_gradient_sync:
-            self._overlapc_pending = {**self._overlapc_pending, **take_unsynced(modules, self)}
+            taken = take_unsynced(modules, self)
+            if taken:
+                self._overlapc_pending = Pending({**self._overlapc_pending.take(), **taken})
             return
-        pending: Pending = {}
+        pending: Gradients = {}
         for module in modules:
             if isinstance(module, FSDPModule):
-                pending.update(module._overlapc_pending)
-                module._overlapc_pending.clear()  # hooks of forwards whose backward has not run hold this dict
-                module._overlapc_pending = {}
+                pending.update(module._overlapc_pending.take())
         keep_unsynced(modules, pending)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -139,7 +140,7 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
-                module._overlapc_pending = {}
+                module._overlapc_pending.take()
 
 
 def call_block(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +214,7 @@ def make_group(
     module.__dict__["_overlapc_part"] = part
     module.__dict__["_overlapc_input_dtype"] = input_dtype
     module.__dict__["_overlapc_output_dtype"] = output_dtype
-    module.__dict__["_overlapc_pending"] = {}
+    module.__dict__["_overlapc_pending"] = Pending({})
     _set_class(module, (), group=True)
     set_fsdp2_state(module, ModuleState(module))
 

@@ -101,7 +101,8 @@ def modules_of(control: Any, recurse: bool) -> list[nn.Module]:
 
 def _refuse_unreduced(what: str, modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        if module.__dict__.get("_overlapc_unsynced") or module.__dict__.get("_overlapc_pending"):
+        pending = module.__dict__.get("_overlapc_pending")
+        if module.__dict__.get("_overlapc_unsynced") or (pending is not None and pending.gradients):
             raise ConfigError(
                 f"{what}: gradients of this {type(module).__name__} are not reduced yet; call it before "
                 "set_requires_gradient_sync(False), or after the backward that reduces them"

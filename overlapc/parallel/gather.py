@@ -23,7 +23,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 from overlapc.errors import ConfigError
+from overlapc.fx.claim import CLAIM
 from overlapc.fx.labels import ParamLabel, annotate
+from overlapc.fx.versions import only_in_backward
 from overlapc.runtime.collective_ops import backend_of, gloo_all_gather
 
 _ops = torch.ops._c10d_functional
@@ -272,14 +274,18 @@ def accumulate_reduced(param: DTensor, key: str, grad: Tensor) -> None:
 
 
 @torch.compiler.allow_in_graph
-def reduce_with(outputs: list[Tensor], shards: list[DTensor], keys: list[str], pending: list[Tensor]) -> list[Tensor]:
+def reduce_with(
+    outputs: list[Tensor], shards: list[DTensor], keys: list[str], pending: list[Tensor], wanted: Tensor, end: Tensor
+) -> list[Tensor]:
     """Return `outputs`; a backward from any of them also reduces the `pending` gradients of gathered parameters, once.
 
     The sharded parameters receive these gradients in addition to those of the step; in a compiled graph the two are
     added up first and reduced once (`fx.gathers.merge_reductions`).
+
+    wanted: a single bool, see `fx.claim`. end: an empty leaf that gets a gradient at the end of backward.
     """
     locals_ = [shard.to_local() for shard in shards]
-    reduced = _Reduced.apply(keys, len(locals_), *locals_, *pending)
+    reduced = _Reduced.apply(keys, len(locals_), wanted, end, *locals_, *pending)
     return [_Behind.apply(output, reduced) for output in outputs]
 
 
@@ -287,18 +293,22 @@ class _Reduced(torch.autograd.Function):
     """An empty tensor whose backward reduces pending gradients."""
 
     @staticmethod
-    def forward(ctx: Any, keys: list[str], count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, keys: list[str], count: int, wanted: Tensor, end: Tensor, *tensors: Tensor) -> Tensor:
         ctx.keys = keys
-        ctx.save_for_backward(*tensors[count:])
-        return tensors[0].new_empty(0)
+        ctx.save_for_backward(wanted, *tensors[count:])
+        return end.view_as(end)
 
     @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, ended: Tensor) -> tuple[Tensor | None, ...]:
+        wanted, *gradients = ctx.saved_tensors
+        with only_in_backward():
+            first = CLAIM(wanted)
         reduced = []
-        for key, pending in zip(ctx.keys, ctx.saved_tensors, strict=True):
+        for key, pending in zip(ctx.keys, gradients, strict=True):
+            waiting = torch.where(first, pending, pending.new_zeros(()))
             with annotate(_params[key].label):
-                reduced.append(_reduce(pending, _params[key]))
-        return None, None, *reduced, *(None for _ in reduced)
+                reduced.append(_reduce(waiting, _params[key]))
+        return None, None, None, ended, *reduced, *(None for _ in reduced)
 
 
 class _Behind(torch.autograd.Function):

@@ -38,7 +38,7 @@ class ModuleState:
 
     def post_backward(self) -> None:
         """Reduce the gradients that earlier micro-batches left unreduced."""
-        reduce_all(self._module._overlapc_pending)
+        reduce_all(self._module._overlapc_pending.take())
         if self._module.__dict__.get("_overlapc_reshard_after_backward", True):
             gathered.reshard(self._module)
 

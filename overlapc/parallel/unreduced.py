@@ -18,10 +18,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from overlapc.fx.claim import claimed
 from overlapc.parallel.gather import ShardedParam, accumulate_reduced, due, reduce_with, unsynced_leaf
 
 # Maps the key of a ShardedParam to the sharded parameter and its full gradient, which is not reduced yet.
-Pending = dict[str, tuple[DTensor, Tensor]]
+Gradients = dict[str, tuple[DTensor, Tensor]]
+
+
+class Pending:
+    """The gradients of a module's earlier micro-batches, which the first backward of a later forward reduces.
+
+    Any number of forwards may have them before that. In compiled graphs `wanted`, a single bool, is True until a
+    backward reduces them; `end`, an empty leaf, gets a gradient once that is done.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        if gradients:
+            _, some = next(iter(gradients.values()))
+            self.wanted = torch.ones((), dtype=torch.bool, device=some.device)
+            self.end = torch.empty(0, device=some.device, requires_grad=True)
+            self.end.register_post_accumulate_grad_hook(self._reduced)
+
+    def take(self) -> Gradients:
+        """Return the gradients unless they are reduced already; they are no longer pending."""
+        taken, self.gradients = self.gradients, {}
+        return taken if taken and claimed(self.wanted) else {}
+
+    def _reduced(self, end: Tensor) -> None:
+        end.grad = None
+        self.gradients = {}
 
 
 def managed(module: nn.Module) -> dict[str, ShardedParam]:
@@ -29,7 +55,7 @@ def managed(module: nn.Module) -> dict[str, ShardedParam]:
     return module.__dict__.get("_overlapc_params", {})
 
 
-def keep_unsynced(modules: Iterable[nn.Module], pending: Pending) -> None:
+def keep_unsynced(modules: Iterable[nn.Module], pending: Gradients) -> None:
     """Make gradients of the modules' parameters accumulate in leaves, beginning with those that are `pending`."""
     leaves: dict[str, Tensor] = {}  # by parameter key, which tied parameters share
     for module in modules:
@@ -41,17 +67,18 @@ def keep_unsynced(modules: Iterable[nn.Module], pending: Pending) -> None:
             assert isinstance(param, DTensor)
             if sharded.key not in leaves:
                 leaves[sharded.key] = unsynced_leaf(param, sharded.key)
-                leaves[sharded.key].grad = pending[sharded.key][1] if sharded.key in pending else None
+                # A copy: a graph may have saved the gradient, and the leaf's is changed in place.
+                leaves[sharded.key].grad = pending[sharded.key][1].clone() if sharded.key in pending else None
             unsynced[name] = leaves[sharded.key]
 
 
-def take_unsynced(modules: Iterable[nn.Module], holder: Any) -> Pending:
+def take_unsynced(modules: Iterable[nn.Module], holder: Any) -> Gradients:
     """End what `keep_unsynced` began, and return the sums, which become pending on `holder`.
 
     A gradient that arrives later, from a forward before this call, is reduced on arrival together with pending ones.
     """
     held = weakref.ref(holder)
-    taken: Pending = {}
+    taken: Gradients = {}
     for module in modules:
         unsynced = module.__dict__.get("_overlapc_unsynced", {})
         for name, leaf in unsynced.items():
@@ -82,13 +109,13 @@ def reduce_behind(output: Any, module: Any) -> Any:
     ends = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not ends:
         _reduce_now(pending)
-    elif torch.compiler.is_dynamo_compiling():
-        keys, waiting = list(pending), list(pending.values())
-        tensors = [leaves[at] for at in ends]
-        behind = reduce_with(tensors, [shard for shard, _ in waiting], keys, [grad for _, grad in waiting])
+        return output
+    if torch.compiler.is_dynamo_compiling():
+        keys, waiting = list(pending.gradients), list(pending.gradients.values())
+        shards, gradients = [shard for shard, _ in waiting], [grad for _, grad in waiting]
+        behind = reduce_with([leaves[at] for at in ends], shards, keys, gradients, pending.wanted, pending.end)
         for at, leaf in zip(ends, behind, strict=True):
             leaves[at] = leaf
-        module._overlapc_pending = {}
         return pytree.tree_unflatten(leaves, tree)
     for at in ends:
         # A hook, not an autograd function: callers may change the result in place, as `loss *= scale` does.
@@ -98,23 +125,20 @@ def reduce_behind(output: Any, module: Any) -> Any:
 
 @torch._dynamo.disable(reason="gradients of earlier micro-batches are reduced, because this output has no gradient")
 def _reduce_now(pending: Pending) -> None:
-    reduce_all(pending)
+    reduce_all(pending.take())
 
 
-def reduce_all(pending: Pending) -> None:
-    """Reduce the pending gradients and add them to the parameters' `.grad`; every rank must call this."""
-    waiting = dict(pending)
-    pending.clear()
-    for key, (param, grad) in waiting.items():
+def reduce_all(gradients: Gradients) -> None:
+    """Reduce the gradients and add them to the parameters' `.grad`; every rank must call this."""
+    for key, (param, grad) in gradients.items():
         accumulate_reduced(param, key, grad)
 
 
 def _begin(pending: Pending, _grad: Tensor) -> None:
     """Hand `pending` to the gathers of the backward that begins, and reduce at its end what none of them took."""
-    waiting = dict(pending)
-    if not waiting:  # another output's hook ran before
+    waiting = pending.take()
+    if not waiting:  # the hook of another output or forward took them
         return
-    pending.clear()  # if there were several forwards, the first backward reduces them
     due.update({key: grad for key, (_, grad) in waiting.items()})
 
     def finish() -> None:
@@ -127,9 +151,9 @@ def _arrived_late(holder: weakref.ref[Any], param: DTensor, key: str, leaf: Tens
     grad, leaf.grad = leaf.grad, None
     assert grad is not None
     module = holder()
-    pending: Pending = {} if module is None else module._overlapc_pending
-    if key in pending:
-        grad = pending.pop(key)[1] + grad
+    waiting = {} if module is None else module._overlapc_pending.take()
+    if key in waiting:
+        grad = waiting.pop(key)[1] + grad
     accumulate_reduced(param, key, grad)
-    if pending:  # parameters that may get no gradient in this backward
-        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(reduce_all, pending))
+    if waiting:  # parameters that may get no gradient in this backward
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(reduce_all, waiting))

@@ -172,6 +172,19 @@ def from_the_last_output(model: Any, mesh: DeviceMesh) -> list[Tensor]:
     return losses
 
 
+def twice(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Forwards after accumulation of which no backward runs, and two of which one backward runs: the accumulated
+    gradients are reduced once, by the first backward."""
+    first, second, third = micro_batches()
+    model.set_requires_gradient_sync(False)
+    model(*first).backward()
+    model.set_requires_gradient_sync(True)
+    dropped = model(*second)
+    loss = model(*second) + 2 * model(*third)
+    loss.backward()
+    return [dropped, loss]
+
+
 def eager(model: Any) -> Any:
     return model
 
@@ -233,6 +246,8 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
     "pipelined, model.compile": (stage, pipelined, compiled_in_place),
     "last output, eager": (scored, from_the_last_output, eager),
     "last output, model.compile": (scored, from_the_last_output, compiled_in_place),
+    "twice, eager": (tiny, twice, eager),
+    "twice, compiled": (tiny, twice, compiled),
     "method": (with_method, method, eager),
 }
 
