@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import noncontiguous_like
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
@@ -75,10 +76,12 @@ def samples(op: OpInfo, dtype: torch.dtype, count: int | None, seed: int, device
 def in_form(sample: SampleInput, form: str) -> SampleInput:
     """Return `sample` unchanged ("plain"), with non-contiguous tensors ("holes"), transposed ("transposed"), or with
     special values ("special")."""
-    if form == "holes":
-        return sample.noncontiguous()
-    change = {"transposed": _transposed, "special": _special}.get(form)
+    change = {"holes": _holes, "transposed": _transposed, "special": _special}.get(form)
     return sample if change is None else sample.transform(change)
+
+
+def _holes(leaf: Any) -> Any:
+    return noncontiguous_like(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
 
 def _transposed(leaf: Any) -> Any:

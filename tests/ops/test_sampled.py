@@ -12,8 +12,9 @@ import time
 
 import pytest
 import torch
+from torch.testing._internal.opinfo.core import SampleInput
 
-from tests.ops.harness import classify, full_name, operators, samples
+from tests.ops.harness import classify, full_name, in_form, operators, samples
 
 # Workers of pytest-xdist must use the same seed, so the default is the day.
 SEED = int(os.environ.get("OVERLAPC_TEST_SEED", time.strftime("%Y%j")))
@@ -50,6 +51,13 @@ def test_an_operator_drawn_by_todays_seed_equals_eager(name, dtype, dynamic):
     except AssertionError:
         print(f"again: OVERLAPC_TEST_SEED={SEED} pytest tests/ops -k '{name}'")
         raise
+
+
+def test_samples_with_holes_leave_sparse_tensors_as_they_are():
+    dense = torch.randn(3, 4)
+    changed = in_form(SampleInput(dense, args=(dense.to_sparse_csr(),)), "holes")
+    assert not changed.input.is_contiguous()
+    assert changed.args[0].layout == torch.sparse_csr
 
 
 # Bugs that the sweep found: operator, dtype, dynamic, samples, seed, and what was wrong.
