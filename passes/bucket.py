@@ -71,15 +71,10 @@ def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     whole, undone = _whole(schedule, unlimited)
     if not whole:
         return schedule, undone
-    _, merged = min((_cut(schedule, one, unlimited) for one in whole), key=lambda cut: _cost(cut, ctx))
+    _, merged = min((_cut(schedule, one, unlimited) for one in whole), key=lambda cut: cut[0])
     if ctx.most_moves is not None:
         merged = _Merged.of(schedule, ctx, merged.partition)
     return merged.schedule, merged.report
-
-
-def _cost(cut: tuple[Schedule, _Merged], ctx: Context) -> float:
-    ordered, merged = cut
-    return cost(ordered, ctx)[0] * (1 + JOINED_GAIN if merged.units_joined else 1)
 
 
 def _whole(schedule: Schedule, ctx: Context) -> tuple[list[_Merged], PassReport]:
@@ -103,8 +98,8 @@ def _whole(schedule: Schedule, ctx: Context) -> tuple[list[_Merged], PassReport]
             partition = Partition(begins=partition.begins | halves)
 
 
-def _cut(schedule: Schedule, merged: _Merged, ctx: Context) -> tuple[Schedule, _Merged]:
-    """Cut the buckets of `merged` where that makes the step shorter. Return the resulting order, and the buckets."""
+def _cut(schedule: Schedule, merged: _Merged, ctx: Context) -> tuple[float, _Merged]:
+    """Cut the buckets of `merged` where that makes the step shorter. Return its cost, and the buckets."""
     ordered = in_order(merged.schedule, ctx)
     for _ in range(CUTS):
         members = {name: [schedule.node(member) for member in names] for name, names in merged.report.merged.items()}
@@ -119,4 +114,4 @@ def _cut(schedule: Schedule, merged: _Merged, ctx: Context) -> tuple[Schedule, _
         if cost(finer_ordered, ctx) >= cost(ordered, ctx):
             break
         merged, ordered = finer, finer_ordered
-    return ordered, merged
+    return cost(ordered, ctx)[0] * (1 + JOINED_GAIN if merged.units_joined else 1), merged

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
@@ -41,7 +42,7 @@ MOST_NODES = 200_000
 def in_order(schedule: Schedule, ctx: Context) -> Schedule:
     """Return `schedule` in the order from which the search of the default passes begins."""
     for rule in (plan_overlap, raise_under_memory, sink_under_memory, sink_waits):
-        schedule, _ = rule(schedule, ctx)
+        schedule, _ = schedule.fact(rule.__name__, partial(rule, schedule, ctx), of=(rule, ctx))  # see `runner._call`
     return schedule
 
 

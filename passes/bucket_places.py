@@ -56,7 +56,8 @@ class Places:
         if not self.ctx.reorder_collectives and self._passes_others(bucket.members[-1], start):
             return None
         first = bucket.members[0]
-        allowed_ns = CARRIED_SHARE * ns_of(self.nodes[start])
+        beside_compute = self.ctx.profile.collective_slowdown * self.ctx.overlap_margin  # as in `Queues.of`
+        allowed_ns = CARRIED_SHARE * beside_compute * ns_of(self.nodes[start])
         needs: set[int] = set()
         stack = [start]
         while stack:

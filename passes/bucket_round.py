@@ -108,15 +108,13 @@ class Round:
         most_ns = LATENCY_BOUND * self.cost.latency_ns
         joined: list[list[int]] = []
         for run in runs:
-            follows = bool(joined) and number[joined[-1][-1]] + 1 == number[run[0]]
-            if follows and all(0 < self._bucket_ns(members) <= most_ns for members in (joined[-1], run)):
+            if (joined and number[joined[-1][-1]] + 1 == number[run[0]]) and all(
+                0 < self.cost.ns(Sum.of(self.nodes[at] for at in members)) <= most_ns for members in (joined[-1], run)
+            ):
                 joined[-1] = [*joined[-1], *run]
             else:
                 joined.append(run)
         return joined
-
-    def _bucket_ns(self, members: Sequence[int]) -> float:
-        return self.cost.ns(Sum.of(self.nodes[at] for at in members))
 
     # The merged nodes
 

@@ -22,7 +22,6 @@ dependences, barriers, the memory limit.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,9 +74,7 @@ class _Plan(Sink):
         self.done = [False] * len(schedule.nodes)
         self.busy_now = 0.0  # compute placed so far, without stalls: the clock of `_Dues.due`
         self.last: dict[str, int] = {}  # queue -> its last start so far
-        # A held start is placed when all waits that it is held for are hidden or placed. It watches one that is not.
-        self.watchers: dict[int, list[int]] = {}  # wait -> the starts that watch it
-        self.may_go: list[int] = []  # a heap of held starts without such a wait
+        self.starts: dict[int, None] = {}  # the starts in `held`
         self.dues = dues or _Dues.of(schedule, self.deps, self.queues, self.life)
         self.lifted = self.dues.lifted
         self.coming = {queue: list(starts) for queue, starts in self.dues.coming.items()}
@@ -87,30 +84,26 @@ class _Plan(Sink):
         for at, node in enumerate(self.schedule.nodes):
             if at in self.lifted:
                 continue
-            self._release_hidden_for_starts()
+            self._release_starts(at)
             needs = [before for before in _preds(self.deps, at) if before in self.held]
             if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
                 self._hold(at, needs)
                 if node.kind is Kind.START:
-                    self._watch(at)
+                    self.starts[at] = None
                 continue
             self._release(needs, at)
             if node.kind in COMPUTE:
                 for queue in self.coming:
                     self._issue_due(queue, self.busy_now + self.queues.compute_ns[at], at)
             elif node.kind is Kind.START:
-                self._issue_before(at)
+                self._issue_before(at, at)
             self._place_arrived()
             self._make_room(at)
             self._place(at)
         for at in self.lifted:
             if not self.done[at]:
                 self._place(at)
-        for at in self.waits:
-            self.report.because(self.schedule.nodes[at], Reason.SCHEDULE_END)
-        for at in tuple(self.held):
-            self._place(at)
-        return self.placed
+        return self._ended()
 
     # Starting
 
@@ -128,15 +121,12 @@ class _Plan(Sink):
             self.report.because(self.schedule.nodes[start], reason)
             self._place(start)
 
-    def _issue_before(self, start: int) -> None:
+    def _issue_before(self, start: int, at: int) -> None:
         """Place the starts that would be late if they came after `start`, which is next on its queue."""
         queue = self.schedule.nodes[start].queue
         if queue in self.coming:
-            free_ns = max(self.now, self._queue_free_ns(queue)) + self.queues.collective_ns[start]
-            self._issue_due(queue, self.busy_now + free_ns - self.now, start)
-
-    def _queue_free_ns(self, queue: str) -> float:
-        return self.queues.end_ns[self.last[queue]] if queue in self.last else 0.0
+            queued_ns = max(0.0, self.queues.end_ns[self.last[queue]] - self.now) if queue in self.last else 0.0
+            self._issue_due(queue, self.busy_now + queued_ns + self.queues.collective_ns[start], at)
 
     def _fits(self, start: int, at: int) -> bool:
         """Whether memory has room for `start` from here, before `at`, to its old position; reports it if not."""
@@ -165,6 +155,7 @@ class _Plan(Sink):
                 self.queues.previous.pop(at, None)
             self.last[queue] = at
         self.done[at] = True
+        self.starts.pop(at, None)
         super()._place(at)
         self.busy_now += self.queues.compute_ns[at]
         for wait in self.queues.closed_by.get(at, ()):
@@ -172,31 +163,16 @@ class _Plan(Sink):
                 self._expect(wait)
 
     def _sinks_along(self, at: int, needs: list[int]) -> bool:
-        if self.queues.kinds[at] is Kind.START:
-            return True
-        return super()._sinks_along(at, needs)
+        return self.queues.kinds[at] is Kind.START or super()._sinks_along(at, needs)
 
-    def _release_hidden_for_starts(self) -> None:
-        """Place held starts whose waits no longer stall, in the order of the schedule."""
+    def _release_starts(self, at: int) -> None:
+        """Place held starts whose waits no longer stall, in the order of the schedule, before `at`."""
         self._note_hidden()
-        while self.may_go:
-            for at in self._with_needs([heapq.heappop(self.may_go)]):
-                if at in self.held:
-                    self._place(at)
-
-    def _watch(self, start: int) -> None:
-        """Let a held start watch one of its waits that would still stall; without such a wait it may be placed."""
-        waits = (wait for wait in self.behind[start] if wait in self.waits and not self._hidden(wait))
-        wait = min(waits, default=None)
-        if wait is None:
-            heapq.heappush(self.may_go, start)
-        else:
-            self.watchers.setdefault(wait, []).append(start)
-
-    def _let_go(self, wait: int) -> None:
-        super()._let_go(wait)
-        for start in self.watchers.pop(wait, ()):
-            self._watch(start)
+        for start in tuple(self.starts):
+            if start in self.held and all(wait not in self.waits or self._hidden(wait) for wait in self.behind[start]):
+                self._issue_before(start, at)
+                for held in self._with_needs([start]):
+                    self._place(held)
 
     def _expect(self, wait: int) -> None:
         if self.done[self.queues.collective[wait]]:

@@ -98,7 +98,7 @@ def run_passes(
 def _call(name: str, pass_fn: Pass, schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """Call a pass. Raise ScheduleError, with its name, for an illegal move or a result of another type."""
     try:
-        result: Any = pass_fn(schedule, ctx)
+        result: Any = schedule.known_fact(name, of=(pass_fn, ctx)) or pass_fn(schedule, ctx)  # `bucket` ran some
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
     match result:

@@ -76,6 +76,9 @@ class Sink:
                 self._place_arrived()
                 self._make_room(at)
                 self._place(at)
+        return self._ended()
+
+    def _ended(self) -> list[int]:
         for at in self.waits:
             self.report.because(self.schedule.nodes[at], Reason.SCHEDULE_END)
         for at in tuple(self.held):
@@ -98,7 +101,8 @@ class Sink:
             del self.held[at]
             if at in self.waits:
                 del self.waits[at]
-                self._let_go(at)
+                if (hidden := bisect.bisect_left(self.hidden, at)) < len(self.hidden) and self.hidden[hidden] == at:
+                    del self.hidden[hidden]
             self.reserved -= self.life.allocates[at] + self.life.scratch[at]
         self.placed.append(at)
         self.now = self.queues.step(at, self.now)
@@ -158,13 +162,6 @@ class Sink:
             _, wait = heapq.heappop(self.ends)
             if wait in self.waits:
                 bisect.insort(self.hidden, wait)
-                self._let_go(wait)
-
-    def _let_go(self, wait: int) -> None:
-        """Remove a placed wait from `hidden`. Called when a wait is placed, and when it becomes hidden."""
-        at = bisect.bisect_left(self.hidden, wait)
-        if wait not in self.waits and at < len(self.hidden) and self.hidden[at] == wait:
-            del self.hidden[at]
 
     def _place_arrived(self) -> None:
         """Place waits, and held readers, of copies that have ended: their pool memory has no other use meanwhile."""

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from tests.graphs import order_of
-from tests.passes.buckets import BACKWARD, LAYER, bucketed
+from tests.passes.buckets import BACKWARD, FLOOR, LAYER, bucketed
 
 
 def test_a_gather_of_a_computed_input_begins_its_own_bucket():
@@ -24,6 +26,19 @@ def test_compute_of_up_to_a_quarter_of_a_gathers_time_may_move_with_it(casts, jo
         y = kernel(u, v, w, k) : 0B 500us
     """
     assert [node.name for node in bucketed(text)[0].starts()] == (["a+1"] if joins else ["a", "b"])
+
+
+def test_a_gathers_time_beside_compute_counts():
+    """The cast of a shard takes over a third of its gather by copies on two H100s, alone."""
+    text = """
+        a = all_gather(p) @dp unit=m : 8B 100us; k = kernel(x) : 0B 900us
+        c = kernel(q) : 0B 35us; b = all_gather(c) @dp unit=m : 8B 100us; u = wait(a); v = wait(b)
+        y = kernel(u, v, k) : 0B 500us
+    """
+    slowed = replace(FLOOR, collective_slowdown=1.44)
+    assert [node.name for node in bucketed(text, profile=slowed)[0].starts()] == ["a+1"]
+    assert [node.name for node in bucketed(text, overlap_margin=1.5)[0].starts()] == ["a+1"]
+    assert [node.name for node in bucketed(text)[0].starts()] == ["a", "b"]
 
 
 def test_compute_that_already_moved_costs_the_next_member_nothing():

@@ -139,6 +139,17 @@ def test_an_all_reduce_starts_when_the_reduce_scatter_before_it_is_done():
     assert simulate(moved).exposed_ns == 0
 
 
+def test_a_gather_goes_ahead_of_a_reduction_that_waited_for_another():
+    """Once `a` is done `b` could start, but `g` behind it would end 30us too late."""
+    moved, _ = planned("""
+        k = kernel(x) : 0B 90us; a = all_reduce(k) @dp : 0B 30us; s = wait(a)
+        b = reduce_scatter(s) @dp : 0B 60us; t = wait(b); l = kernel(k) : 0B 90us; m = kernel(l) : 0B 90us
+        g = all_gather(p) @dp : 8B 60us; w = wait(g); y = kernel(m, w) : 0B 300us; return t
+    """)
+    assert order_of(moved) == ["k", "a", "l", "g", "s", "b", "m", "w", "y", "t"]
+    assert simulate(moved).exposed_ns == 0
+
+
 def test_gathers_of_the_next_layer_go_ahead_of_this_layers_reduction():
     layers = 6
     text = "x0 = kernel(x) : 8B 10us\n" + "\n".join(
