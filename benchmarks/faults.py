@@ -182,7 +182,7 @@ def last_error(log: str) -> str:
     text = re.sub(r"/\S+?/(\w+\.cc:\d+)", r"\1", text)
     text = re.sub(r"/tmp/faults\S*", "CACHE", text)
     text = re.sub(r"\brank [01]\b", "rank N", text)
-    text = re.sub(r"compilation \d+ \(\w+\), (graph|estimates|sizes|order of collectives)", "a meeting", text)
+    text = re.sub(r"compilation \d+ \(\w+\), [a-z ]+?(?= within\b|[^a-z ]|$)", "a meeting", text)
     return text[:120]
 
 

@@ -218,6 +218,7 @@ def tried(drawn: Drawn, mesh: DeviceMesh, scale: int, budget: int | None) -> Fou
         if not isinstance(getattr(error, "inner_exception", error), MemoryBudgetError):
             raise
         refused += 1
+    dist.all_reduce(refused, dist.ReduceOp.MAX)
     if refused.item():
         return None
     measured = live_bytes(step, model, tokens)
