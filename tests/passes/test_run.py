@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from overlapc.config import Config
 from overlapc.errors import MemoryBudgetError
 from overlapc.passes.base import Context
 from overlapc.passes.pipeline import ORDER
@@ -17,7 +18,8 @@ from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
 from tests.graphs import order_of
 
-CTX = Context(reorder_collectives=True, overlap_margin=1.5, effort=100)
+# With a cache folder, orders are simulated in C.
+CTX = Context(reorder_collectives=True, overlap_margin=1.5, effort=100, cache_dir=Config().cache_dir)
 
 
 def small_step(seed: int) -> Schedule:
