@@ -107,7 +107,7 @@ def local_moves(schedule: Schedule, profile: DeviceProfile, count: int = 500) ->
     changing_ms: list[float] = []  # of moves that change the time of some node
     while len(tried_ms) < count:
         node = rng.choice(movable)
-        low = to = replay.position[node]
+        low = to = replay.order.index(node)
         step, blocked_by = rng.choice(((-1, deps.preds[node]), (1, deps.succs[node])))
         for _ in range(rng.randint(1, 16)):
             if not 0 <= to + step < len(replay.order) or replay.order[to + step] in blocked_by:
