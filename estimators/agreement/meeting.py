@@ -93,7 +93,7 @@ class Meetings:
         """store: a store, or a function that connects to it, called at the first meeting."""
         self.ranks = tuple(sorted(set(ranks)))
         if rank not in self.ranks:
-            raise ValueError(f"rank {rank} is not one of the ranks that meet: {format_ranks(self.ranks)}")
+            raise ValueError(f"rank {rank} is not one of the ranks of this meeting: {format_ranks(self.ranks)}")
         self.rank = rank
         self._store = TimedStore(store)
         members = hashlib.sha256(repr((run, self.ranks)).encode()).hexdigest()[:16]

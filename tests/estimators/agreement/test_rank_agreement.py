@@ -268,7 +268,7 @@ def test_without_a_process_group_the_process_is_alone() -> None:
 
 
 def test_a_rank_outside_the_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 3 is not one of the ranks that meet: 0-1"):
+    with pytest.raises(ValueError, match="rank 3 is not one of the ranks of this meeting: 0-1"):
         Peers(dist.HashStore(), 3, (0, 1))
 
 
