@@ -102,6 +102,12 @@ def fsdp2_groups(state: Any) -> list[Any]:
     return list(groups)
 
 
+def fsdp2_original(param: Any) -> int | None:
+    """Return the number of the parameter that FSDP2 sharded, equal for tied ones; None with torch 2.11."""
+    found: int | None = getattr(param, "_orig_param_uid", None)
+    return found
+
+
 def release_fsdp2(state: Any) -> None:
     """Undo what FSDP2's `fully_shard` did to its modules, except for their parameters, which stay sharded."""
     handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]

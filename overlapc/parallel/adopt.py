@@ -12,6 +12,7 @@ overlapc's `fully_shard` then manages: existing optimizers and checkpoints keep 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import fsdp2_groups, fsdp2_state, release_fsdp2
+from overlapc.fx.versions import fsdp2_groups, fsdp2_original, fsdp2_state, release_fsdp2
 from overlapc.parallel.access import FSDPModule, make_group, manage, name_groups
 from overlapc.parallel.controls import divided_by
 from overlapc.parallel.gather import ShardedParam, ShardGroup
@@ -35,7 +36,7 @@ def adopt_fsdp2(model: _Module) -> _Module:
     overlapc manages already is left as it is.
 
     Raises ConfigError if FSDP2 manages no module of `model`, and for features that overlapc does not have: CPU offload,
-    all-gather extensions, replicated (DDP) parameters.
+    all-gather extensions, replicated (DDP) parameters, and for tied parameters that two calls took.
     """
     states = {id(state): state for module in model.modules() if (state := fsdp2_state(module)) is not None}
     if not states and any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -45,6 +46,7 @@ def adopt_fsdp2(model: _Module) -> _Module:
     paths = {module: path for path, module in model.named_modules()}
     for state in states.values():
         _refuse(state, paths)
+    _refuse_ties_between_calls(states.values(), paths)
     for state in states.values():
         _adopt(state)
     name_groups(model)
@@ -99,6 +101,22 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
                     f"adopt_fsdp2: {name} is a {type(param._sharded_local_tensor).__name__}, which changes what FSDP2"
                     " gathers; turn that off (float8 training: enable_fsdp_float8_all_gather=False)"
                 )
+
+
+def _refuse_ties_between_calls(states: Iterable[Any], paths: dict[nn.Module, str]) -> None:
+    """Raise ConfigError if two `fully_shard` calls took one parameter: each sharded it, so it is two now."""
+    first: dict[int, str] = {}
+    for param in (param for state in states for group in fsdp2_groups(state) for param in group.fsdp_params):
+        original, info = fsdp2_original(param), param._module_info
+        name = f"{paths.get(info.module, '')}.{info.param_name}".lstrip(".")
+        if original in first:
+            raise ConfigError(
+                f"adopt_fsdp2: {name} was tied to {first[original]}, but two calls of fully_shard took one each:"
+                " they would be trained as two parameters (FSDP2 itself refuses this in its first forward). Give both"
+                " modules to one call: fully_shard([module_a, module_b], ...)"
+            )
+        if original is not None:
+            first[original] = name
 
 
 def _adopt(state: Any) -> None:

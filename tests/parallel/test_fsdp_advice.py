@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -69,6 +70,16 @@ def test_modules_that_cannot_be_adopted_are_an_error_with_an_alternative():
     offload = fsdp2.CPUOffloadPolicy(pin_memory=False)
     with pytest.raises(ConfigError, match="leave out offload_policy"):
         adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=offload))
+
+
+@pytest.mark.skipif(not hasattr(_fsdp_param, "_get_orig_param_uid"), reason="torch 2.11's FSDP2 does not notice it")
+def test_tied_parameters_that_two_calls_took_are_refused():
+    """As accelerate shards T5 and BERT: the tied head by itself, so the gradient of the embedding lacked its uses."""
+    mesh, model = mesh_1d(), Tiny(tied=True)
+    fsdp2.fully_shard(model.head, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    with pytest.raises(ConfigError, match=r"embed.weight was tied to head.weight|head.weight was tied to embed.weight"):
+        adopt_fsdp2(model)
 
 
 @pytest.fixture
