@@ -105,10 +105,10 @@ class MeasuredCalls:
 
 def measure(call: Call) -> float | None:
     """Return the ns of one call on this device in a short burst; None if its arguments do not fit into memory."""
-    clock, began = clock_for(call.device), time.perf_counter()
+    clock, began_s = clock_for(call.device), time.perf_counter()
     try:
         run = call.make()
-        return burst_ns(clock, run, idle_since=began) if clock.queued else compute_ns(clock, run)
+        return burst_ns(clock, run, idle_since_s=began_s) if clock.queued else compute_ns(clock, run)
     except torch.OutOfMemoryError:
         return None
 

@@ -125,13 +125,14 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-def burst_ns(clock: Clock, call: Callable[[], Any], idle_since: float | None = None) -> float:
+def burst_ns(clock: Clock, call: Callable[[], Any], idle_since_s: float | None = None) -> float:
     """Return the ns of one call in a short burst after a pause, during which a GPU keeps its clock without load.
 
-    idle_since: the time (`perf_counter`) since which the device has had nearly nothing to do; None for now.
+    idle_since_s: the time (`perf_counter`) since which the device has had nearly nothing to do; None for now. The pause
+    is shorter by what has passed since then.
     """
-    now = time.perf_counter()
-    time.sleep(max(0.0, _PAUSE_S - (now - (now if idle_since is None else idle_since))))
+    idle_s = 0.0 if idle_since_s is None else time.perf_counter() - idle_since_s
+    time.sleep(max(0.0, _PAUSE_S - idle_s))
     return compute_ns(clock, call, rounds=1)
 
 

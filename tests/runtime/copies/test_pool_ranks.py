@@ -379,7 +379,7 @@ def test_a_pool_is_freed_with_the_last_graph_that_holds_it():
 
 
 def let_go() -> list[str]:
-    """Return the threads and memory mappings that are left after the last graph with copies is gone."""
+    """Delete a pool's last graph; return the pool's threads and memory mappings that this process still has."""
     case = [Case(GATHERED, (torch.ones(10),))]
     copies = made(None, case, 0)
     ran(copies, case, 0)
