@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from overlapc.fx.wrapped import storage_of
+from overlapc.fx.wrapped import memory_of
 
 Results = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -50,20 +49,12 @@ def views_outside(gm: GraphModule) -> Results | None:
 
 def _sharing(results: Iterable[Node]) -> list[list[Node]]:
     """Return the groups of differentiable results that share memory."""
-    by_memory: dict[StorageWeakRef, list[Node]] = {}
+    by_memory: dict[frozenset[StorageWeakRef], list[Node]] = {}
     for node in dict.fromkeys(results):
-        memory = _memory(node)
-        if memory is not None and node.meta["example_value"].requires_grad:
+        memory = memory_of(node)
+        if memory and node.meta["example_value"].requires_grad:
             by_memory.setdefault(memory, []).append(node)
     return [nodes for nodes in by_memory.values() if len(nodes) > 1]
-
-
-def _memory(node: Node) -> StorageWeakRef | None:
-    """Return a reference to the storage of `node`'s value; None if that is not a plain tensor."""
-    value = node.meta.get("example_value")
-    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
-        return None
-    return StorageWeakRef(storage_of(value))
 
 
 def _chains(shared: Sequence[Node]) -> dict[Node, list[Node]]:
@@ -89,8 +80,10 @@ def _is_view(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else node.target.__name__
     writes = name.endswith("_") or "out" in node.kwargs
     tensors = [each for each in node.all_input_nodes if isinstance(each.meta.get("example_value"), Tensor)]
-    source = node.args[0] if node.args else None
-    return not writes and tensors == [source] and _memory(node) is not None and _memory(node) == _memory(tensors[0])
+    if writes or not node.args or tensors != [node.args[0]]:
+        return False
+    memory = memory_of(node)
+    return bool(memory) and memory == memory_of(tensors[0])
 
 
 def _graph_of(gm: GraphModule, given: Sequence[Node], views: Sequence[Node], results: Any) -> GraphModule:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from overlapc.fx.wrapped import storage_of
+from overlapc.fx.wrapped import memory_of
 from overlapc.parallel.gather import reduce_with
-from overlapc.runtime.optimizer_memory import plain_tensors
 
 
 def copy_results_that_reduce(gm: GraphModule) -> None:
@@ -21,11 +18,11 @@ def copy_results_that_reduce(gm: GraphModule) -> None:
     found = gm.graph.find_nodes(op="call_function", target=reduce_with)
     if not found:
         return
-    inputs = {memory for node in gm.graph.find_nodes(op="placeholder") for memory in _memories(node)}
+    inputs = {memory for node in gm.graph.find_nodes(op="placeholder") for memory in memory_of(node)}
     for node in found:
         outputs, *others = node.args
         with gm.graph.inserting_before(node):
-            own = [_copied(output) if inputs & _memories(output) else output for output in outputs]
+            own = [_copied(output) if inputs & memory_of(output) else output for output in outputs]
         node.args = (own, *others)
     gm.recompile()
 
@@ -34,11 +31,3 @@ def _copied(node: Node) -> Node:
     copy = node.graph.call_function(torch.clone, (node,))
     copy.meta = {**node.meta, "example_value": node.meta["example_value"].clone()}
     return copy
-
-
-def _memories(node: Node) -> set[StorageWeakRef]:
-    """Return references to the storages of a node's value, with those inside a wrapper subclass."""
-    value = node.meta.get("example_value")
-    if not isinstance(value, Tensor):
-        return set()
-    return {StorageWeakRef(storage_of(each)) for each in plain_tensors([value]) if each.layout == torch.strided}

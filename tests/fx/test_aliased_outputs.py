@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import GraphModule
 
 from overlapc.fx.aliased_outputs import views_outside
+from tests.worlds import fake_world
 
 
 def captured(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> tuple[GraphModule, list[Any]]:
@@ -58,6 +61,28 @@ def test_a_graph_returns_one_tensor_per_storage_and_its_views_are_made_again(fun
     assert len({value.untyped_storage().data_ptr() for value in results}) == 2, "views share memory again"
     gradients = [torch.autograd.grad(sum(each.sin().sum() for each in made), inputs[1]) for made in (results, want)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("function", [a_tensor_and_its_views, views_alone])
+def test_dtensors_that_are_views_of_each_other_equal_eager(function, fresh_dynamo: None):
+    def of(compute: Callable[..., Any]) -> tuple[list[DTensor], Tensor]:
+        results = compute(x, w)
+        (gradient,) = torch.autograd.grad(sum(each.sin().sum().full_tensor() for each in results), w)
+        return list(results), gradient.full_tensor()
+
+    with fake_world(1):
+        mesh = init_device_mesh("cpu", (1,))
+        x, w = (
+            DTensor.from_local(each.detach(), mesh, [placement])
+            for each, placement in zip(numbers(), (Replicate(), Shard(0)), strict=True)
+        )
+        w.requires_grad_()
+        (results, gradient), (wanted, wanted_gradient) = of(torch.compile(function, backend="overlapc")), of(function)
+        torch.testing.assert_close(gradient, wanted_gradient)
+        for result, want in zip(results, wanted, strict=True):
+            torch.testing.assert_close(result.full_tensor(), want.full_tensor())
+        for group in (results, wanted):
+            assert len({each.to_local().untyped_storage().data_ptr() for each in group}) == 2
 
 
 @pytest.mark.parametrize(
