@@ -10,6 +10,7 @@ nothing is computed.
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import Any
 
 import sympy
@@ -19,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from overlapc.fx.position_rules import RULES, WITHOUT_TENSOR
 from overlapc.fx.position_values import Grid, UnknownValue, of_dtype
-from overlapc.fx.wrapped import storage_of
+from overlapc.fx.wrapped import memory_of
 
 _UNSEEN = object()  # an argument that is not known to depend only on positions
 
@@ -29,6 +30,7 @@ class Positions:
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, Grid] = {}
+        self._memory = cache(memory_of)  # asked for each known node at every write
         self.shape_env: ShapeEnv | None = None  # of the first symbolic size
 
     def grid(self, node: Any) -> Grid | None:
@@ -50,7 +52,7 @@ class Positions:
         value, name = node.meta.get("example_value"), _name(node)
         changed = _changed(node, name)
         if changed is not None:
-            self._change(node, name.removesuffix("_"), changed)
+            self._change(node, _WRITING_OPERATORS.get(name, name.removesuffix("_")), changed)
         elif isinstance(value, Tensor) and name in RULES:
             grid = self._grid_of(node, name, value)
             if grid is not None:
@@ -71,7 +73,7 @@ class Positions:
     def _change(self, node: fx.Node, name: str, changed: fx.Node) -> None:
         """Record a write into `changed`, which is known afterwards only if all known nodes in its memory are equal."""
         value, grid = changed.meta.get("example_value"), self._known.get(changed)
-        names = [each for each in self._known if _memory(each) == _memory(changed)]
+        names = [each for each in self._known if self._memory(each) == self._memory(changed)]
         whole = grid is not None and all(self._known[each] is grid for each in names)
         known = whole and isinstance(value, Tensor) and name in RULES
         after = self._grid_of(node, name, value) if known else None  # type: ignore[arg-type]
@@ -81,8 +83,8 @@ class Positions:
 
     def forget(self, node: fx.Node) -> None:
         """Forget the values of all nodes in the memory of `node`."""
-        memory = _memory(node)
-        for each in [each for each in self._known if _memory(each) == memory]:
+        memory = self._memory(node)
+        for each in [each for each in self._known if self._memory(each) == memory]:
             del self._known[each]
 
     def extent(self, size: int | torch.SymInt) -> sympy.Expr:
@@ -120,8 +122,11 @@ def _name(node: fx.Node) -> str:
     return name if function is None else function.__name__
 
 
+# In-place operator -> the operator whose result it writes.
 _WRITING_OPERATORS = {
-    f"i{name}" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+    **{f"i{name}": name for name in "add sub mul truediv floordiv mod pow matmul xor lshift rshift".split()},
+    "iand": "and_",
+    "ior": "or_",
 }
 
 
@@ -138,8 +143,3 @@ def _is_torchs(node: fx.Node) -> bool:
     home = getattr(node.target, "__module__", None) or "torch"
     ours = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
     return node.op == "call_method" or (not ours and home.split(".")[0] in ("torch", "_operator", "math", "builtins"))
-
-
-def _memory(node: fx.Node) -> int | None:
-    value = node.meta.get("example_value")
-    return storage_of(value)._cdata if isinstance(value, Tensor) and value.layout == torch.strided else None

@@ -164,6 +164,65 @@ def test_a_causal_mask_filled_in_place_becomes_causal_attention():
     assert become(node) == "causal"
 
 
+def and_in_place(i: Tensor, j: Tensor) -> Tensor:
+    mask = j > i - 4096
+    mask &= j <= i
+    return mask
+
+
+def or_in_place(i: Tensor, j: Tensor) -> Tensor:
+    mask = j <= i
+    mask |= j > i + 4096
+    return mask
+
+
+def times_in_place(i: Tensor, j: Tensor) -> Tensor:
+    mask = j > i - 4096
+    mask *= j <= i
+    return mask
+
+
+def sum_in_place(i: Tensor, j: Tensor) -> Tensor:
+    mask = torch.zeros(N, N)
+    mask += torch.where(j > i, -INFINITY, 0.0)
+    return mask
+
+
+def difference_in_place(i: Tensor, j: Tensor) -> Tensor:
+    mask = (j <= i).float()
+    mask -= 1
+    mask *= torch.finfo(torch.float32).max
+    return mask
+
+
+def by_methods_in_place(i: Tensor, j: Tensor) -> Tensor:
+    hidden = (j <= i).logical_not_()
+    hidden.bitwise_and_(j < i + 4096)
+    return torch.zeros(N, N).masked_fill_(hidden, -INFINITY)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [and_in_place, or_in_place, times_in_place, sum_in_place, difference_in_place, by_methods_in_place],
+    ids=lambda mask: mask.__name__,
+)
+def test_a_causal_mask_changed_in_place_becomes_causal_attention(mask):
+    (node,) = rewritten(lambda q, k, v: attention(q, k, v, attn_mask=mask(*i_and_j(q))), *qkv())
+    assert become(node) == "causal"
+
+
+def test_a_mask_is_read_as_it_was_before_a_later_change():
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = i_and_j(q)
+        mask = j <= i
+        first = attention(q, k, v, attn_mask=mask)
+        mask |= j > i
+        return first + attention(q, k, v, attn_mask=mask)
+
+    first, second = rewritten(attend, *qkv())
+    assert (become(first), become(second)) == ("causal", "full")
+
+
 def window(q: Tensor) -> Tensor:
     i, j = i_and_j(q)
     return (j <= i) & (j > i - 4)
