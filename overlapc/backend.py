@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,25 +121,30 @@ def _step(
     cached = load_step(key, config, number, agree)
     if cached is not None:
         return cached
-    _build_ahead(config.cache_dir, devices)
+    _build_ahead(config, devices)
     from overlapc.compilation import stages
 
     return stages.compile_step(gm, example_inputs, config, number, key)
 
 
-def _build_ahead(cache_dir: Path, devices: Collection[str]) -> None:
+def _build_ahead(config: Config, devices: Collection[str]) -> None:
     """Start compile workers, and build what is built once per machine, while this process imports and traces.
 
     The process does not end before the thread does, so that no build is left unfinished in the cache.
     """
     from overlapc.estimators.simulator.native import library_in
+    from overlapc.runtime.copies.command_queues import unsupported
+
+    communicates = dist.is_initialized() and dist.get_world_size() > 1
 
     def run() -> None:
         if "cuda" in devices:
             triton_workers.start()
         with suppress(ConfigError):  # raised again where the libraries are used
-            library_in(cache_dir)
-            host_launcher_type(cache_dir)
+            library_in(config.cache_dir)
+            host_launcher_type(config.cache_dir)
+            if communicates and "cuda" in devices and config.transport != "nccl":
+                unsupported(torch.device("cuda"), config.cache_dir)  # builds what copies need
 
     threading.Thread(target=run, name="overlapc-build-ahead").start()
 
