@@ -62,11 +62,21 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker is not None:
         return work(options)
+    if options.device == "cuda" and not (options.script and options.source):
+        _require_gpu(parser)
     if options.script:
         return show(options)
     results = run_all(options)
     tell(results, options)
     return int(any(result["kind"] not in RIGHT for result in results))
+
+
+def _require_gpu(parser: argparse.ArgumentParser) -> None:
+    """End with an error if there is no GPU: drawing a program for one would try seed after seed without end."""
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU, and a seed's program depends on what runs on one")
 
 
 def show(options: argparse.Namespace) -> int:

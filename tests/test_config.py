@@ -70,16 +70,25 @@ def test_a_misspelt_variable_is_warned_about(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "message"),
     [
-        {"memory": "pool", "wrapper": "fx"},
-        {"cuda_graphs": True, "memory": "pool"},
-        {"cuda_graphs": True, "check_values": "nan"},
-        {"autotune": True, "autotune_seconds": 60, "rank_timeout": 30},
+        ({"memory": "pool", "wrapper": "fx"}, "memory='pool' needs wrapper='python'"),
+        ({"cuda_graphs": True, "wrapper": "fx"}, "cuda_graphs needs wrapper='python'"),
+        ({"cuda_graphs": True, "memory": "pool"}, "cuda_graphs needs memory='reuse'"),
+        *(
+            ({"cuda_graphs": True, check: value}, f"cuda_graphs excludes {check}")
+            for check, value in (("check_values", "nan"), ("check_lifecycle", True), ("sync_kernels", True))
+        ),
+        (
+            {"autotune": True, "autotune_seconds": 60, "rank_timeout": 30},
+            "autotune_seconds=60 is not less than rank_timeout",
+        ),
     ],
 )
-def test_options_that_exclude_each_other_are_an_error(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+def test_options_that_exclude_each_other_are_an_error(options: dict[str, Any], message: str) -> None:
+    for option in options:  # each of them alone is valid
+        Config(**{option: options[option]})
+    with pytest.raises(ConfigError, match=message):
         Config(**options)
 
 

@@ -49,9 +49,11 @@ def test_a_collector_that_the_user_disabled_stays_disabled(compiling):
 
 
 def test_objects_that_the_user_froze_stay_frozen(compiling):
+    frozen = [[] for _ in range(100)]
     gc.freeze()
-    frozen = gc.get_freeze_count()
     with compiling():
-        pass
+        made = [[] for _ in range(100)]
+    collected = {id(each) for each in gc.get_objects()}  # all that collections look at: no frozen objects
     assert gc.isenabled()
-    assert gc.get_freeze_count() > frozen / 2
+    assert not collected & {id(each) for each in frozen}
+    assert collected >= {id(each) for each in made}

@@ -194,19 +194,20 @@ def casts(source: torch.dtype) -> Case:
 
 def where_and_constants() -> Case:
     """Return a kernel with `where`, constants that are not finite, and a stored bool of a comparison."""
-    x = Load("x", p0, torch.float32)
+    x, whole = Load("x", p0, torch.float32), Load("whole", p0, torch.float32)
     positive = op("gt", x, Constant(0.0, torch.float32))
     parts: dict[str, tuple[Value, torch.dtype]] = {
         "y": (op("where", positive, x, Constant(-math.inf, torch.float32)), torch.float32),
         "z": (op("where", positive, Constant(math.nan, torch.float32), Constant(-0.0, torch.float32)), torch.float32),
         "wide": (op("add", Cast(x, torch.float64), Constant(0.1, torch.float64)), torch.float64),
-        "huge": (op("add", Cast(x, torch.int64), Constant(2**40 + 1, torch.int64)), torch.int64),
+        "huge": (op("add", Cast(whole, torch.int64), Constant(2**40 + 1, torch.int64)), torch.int64),
         "flag": (op("logical_and", positive, Constant(True, torch.bool)), torch.bool),
         "constant": (Constant(2.5, torch.float32), torch.bfloat16),
     }
     stores = tuple(Store(name, p0, value, dtype) for name, (value, dtype) in parts.items())
     tensors = {name: torch.zeros(6, dtype=dtype) for name, (_, dtype) in parts.items()}
-    tensors["x"] = torch.tensor([1.0, -1.0, 0.0, 2.0, 7.0, 3.25])
+    tensors["x"] = torch.tensor([1.0, -1.0, -0.0, math.nan, math.inf, -math.inf])
+    tensors["whole"] = torch.tensor([1.0, -1.0, 0.0, 2.0, 7.0, 3.25])  # C leaves a NaN's integer undefined
 
     def expected(t: Tensors) -> Tensors:
         x_ = t["x"]
@@ -214,7 +215,7 @@ def where_and_constants() -> Case:
             "y": torch.where(x_ > 0, x_, -math.inf),
             "z": torch.where(x_ > 0, math.nan, -0.0),
             "wide": x_.double() + 0.1,
-            "huge": x_.long() + 2**40 + 1,
+            "huge": t["whole"].long() + 2**40 + 1,
             "flag": x_ > 0,
             "constant": torch.full_like(x_, 2.5),
         }

@@ -160,9 +160,18 @@ def test_a_missing_file_of_estimates_is_an_error(said: Said) -> None:
     assert "estimates: cannot read" in said(None, "plan", "schedule.txt", "-o", "estimates=nowhere.json")
 
 
-@pytest.mark.parametrize("mesh", ["dp=1000000000", "dp=" + "9" * 5000, "dp=100000,tp=100000", "dp=2,dp=2", "dp=-1"])
-def test_an_absurd_mesh_is_refused(said: Said, mesh: str) -> None:
-    said(None, "plan", "--model", "tiny", "--mesh", mesh)
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("dp=1000000000", "--mesh: dp: '1000000000' is more than 131,072"),
+        ("dp=" + "9" * 5000, "(5002 characters) is more than 131,072"),
+        ("dp=100000,tp=100000", "10,000,000,000 ranks: a plan can have at most 131,072"),
+        ("dp=2,dp=2", "--mesh: dp is given twice"),
+        ("dp=-1", "--mesh: dp: '-1' is not a whole number"),
+    ],
+)
+def test_an_absurd_mesh_is_refused(said: Said, mesh: str, message: str) -> None:
+    assert message in said(None, "plan", "--model", "tiny", "--mesh", mesh)
 
 
 def test_an_endless_file_is_read_only_up_to_the_limit() -> None:
