@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.parity import FOUR, TWO, check, seen_by
+from tests.parallel.parity import FOUR, TWO, Case, check, seen_by
 from tests.planning.test_keep_gathered_ranks import by_copies, check_copies
 from tests.planning.test_last_batch_ranks import check_layouts
 from tests.planning.test_last_batch_ranks import starts as last_batch_starts
@@ -18,11 +18,17 @@ from tests.ranks import on_gpus, take_gpu, values_on_ranks
 from tests.test_copies_ranks import after_a_failure, check_failure, check_parity, check_sums, parity, sums
 from tests.warm.test_warm_ranks import check_starts, starts
 
+
+def named(cases: tuple[Case, ...], *names: str) -> tuple[Case, ...]:
+    by_name = {case.name: case for case in cases}
+    return tuple(by_name[name] for name in names)
+
+
 # Ranks that share a GPU need gloo, over which eager tensor parallelism does not work (see `whole_tensor`), so
 # test_parity_nccl.py compares tensor parallelism with one process.
 CASES = {
-    2: ("reshard", "mixed precision", "accumulate", "uneven", "experts uneven"),
-    4: ("to fewer ranks", "hsdp accumulate", "experts", "experts on groups of their own"),
+    2: named(TWO, "reshard", "mixed precision", "accumulate", "uneven", "experts", "experts uneven"),
+    4: named(FOUR, "to fewer ranks", "hsdp accumulate", "experts on groups of their own"),
 }
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -39,7 +45,7 @@ def on_ranks(ranks: int, function: Any, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_ten_steps_match_eager(ranks: int):
-    cases = tuple(case for case in (*TWO, *FOUR) if case.name in CASES[ranks])
+    cases = CASES[ranks]
     outcomes = on_ranks(ranks, seen, cases)
     for case in cases:
         check([on_rank[case.name] for on_rank in outcomes], case)
