@@ -141,10 +141,13 @@ class Noise(TorchDispatchMode):
         return (total / rows.shape[-1] if "mean" in func._schema.name else total).to(plain.dtype)
 
     def _permuted_sum(self, x: Tensor) -> Tensor:
-        """The sum over the last dimension: neighbours are added, after a permutation, until one number is left."""
+        """The sum over the last dimension, after a permutation: neighbours are added until one number is left, or, with
+        every other seed, one number after the other."""
         generator = torch.Generator().manual_seed(self.seed)
         x = x[..., torch.randperm(x.shape[-1], generator=generator).to(x.device)]
         x = x.float() if x.dtype.itemsize < 4 else x
+        if self.seed % 2:
+            return sum(x.unbind(-1))
         while x.shape[-1] > 1:
             even, odd = x[..., 0::2], x[..., 1::2]
             x = torch.cat([even[..., : odd.shape[-1]] + odd, even[..., odd.shape[-1] :]], -1)
