@@ -8,6 +8,7 @@ functions that the prelude composes from them, is the source that runs on a GPU.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -150,6 +151,17 @@ def _range(*bounds: Any) -> range:
     )
 
 
+def _not_owning(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the same memory that does not keep it allocated: after a launch, the interpreter's arguments
+    stay in a reference cycle until Python's garbage collector runs, but the caller frees them at once."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return tensor
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 class InterpretedLauncher:
     """Runs one kernel in Triton's interpreter, on CPU tensors; `launcher(*tensors, *sizes)`."""
 
@@ -162,7 +174,7 @@ class InterpretedLauncher:
     def __call__(self, *arguments: Any) -> None:
         buffers = len(self._source.buffers)
         given = zip(arguments[:buffers], self._launch.pointers, strict=True)
-        tensors = [tensor.view(ELEMENT[pointer]) for tensor, pointer in given]  # the interpreter uses their dtypes
+        tensors = [_not_owning(tensor.view(ELEMENT[pointer])) for tensor, pointer in given]  # it uses their dtypes
         sizes = arguments[buffers:]
         scratch = [
             torch.empty(host_function(elements, self._source.sizes)(*sizes), dtype=dtype)

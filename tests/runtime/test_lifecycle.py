@@ -19,6 +19,7 @@ from overlapc.parallel import fully_shard
 from overlapc.report import record
 from overlapc.runtime import lifecycle
 from overlapc.runtime.lifecycle import Lifecycle, LifecycleError
+from tests.codegen.interpreted import triton_on_cpu
 from tests.codegen.test_program import compiled, of
 from tests.ranks import values_on_ranks
 from tests.warm.test_warm import Block
@@ -198,3 +199,15 @@ def test_a_result_that_is_copied_into_the_traced_strides_lives_in_the_copy(tmp_p
     x = torch.randn(16)
     options = {"check_lifecycle": True, "cache_dir": str(tmp_path)}
     torch.testing.assert_close(torch.compile(f, backend="overlapc", options=options)(x), f(x))
+
+
+def test_triton_kernels_that_are_interpreted_live_as_planned(tmp_path: Path, fresh_dynamo: None):
+    def sorted_signs(x: torch.Tensor) -> torch.Tensor:
+        return (x > 0).sort()[0].cumsum(0)  # the comparison is freed after the call of `sort`
+
+    x = torch.randn(20)
+    with triton_on_cpu():
+        step = torch.compile(
+            sorted_signs, backend="overlapc", options={"check_lifecycle": True, "cache_dir": str(tmp_path)}
+        )
+        assert torch.equal(step(x), sorted_signs(x))
