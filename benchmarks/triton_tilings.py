@@ -114,6 +114,10 @@ def variants(body: Body, chosen: Tiling) -> Iterator[tuple[str, Tiling]]:
     if chosen.form == "split":
         for factor in (0.5, 2, 4):
             yield f"splits {int(chosen.splits * factor)}", chosen.with_splits(max(2, int(chosen.splits * factor)))
+        for rblock in (64, 128):
+            for each in (4, 8):
+                whole = replace(chosen, form="looped", splits=1, rblock=rblock, num_warps=each, num_stages=3)
+                yield f"not split, r {rblock}, warps {each}, stages 3", whole
     if chosen.form in ("looped", "split"):
         for rblock in (chosen.rblock // 2, chosen.rblock * 2, chosen.rblock * 4):
             yield f"r {rblock}", replace(chosen, rblock=rblock)

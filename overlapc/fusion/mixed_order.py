@@ -13,7 +13,7 @@ This is tried after all fusions that leave loops unchanged.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import sympy
 
@@ -48,10 +48,11 @@ def merge_across(first: Body, second: Body, hint: Callable[[sympy.Expr], int], b
     """
     if first.scans() or second.scans():
         return Refusal("a scan keeps the order of its loops")
-    pair = _both_reduce(first, second, hint) if first.reduction and second.reduction else _one_reduces(first, second)
-    if isinstance(pair, Refusal):
-        return pair
-    merged = merge(*pair)
+    if first.reduction and second.reduction:
+        pair = _both_reduce(first, second, hint)
+        merged: Body | Refusal = pair if isinstance(pair, Refusal) else merge(*pair)
+    else:
+        merged = _one_reduces(first, second)
     if isinstance(merged, Refusal):
         return merged
     return Refusal("more memory would be read with strides") if skips(merged, first, second, bytes_of) else merged
@@ -114,19 +115,40 @@ def _as_total(store: Store) -> Store:
     return dataclasses.replace(store, value=arg, mode=value.kind, total_dtype=rounded)
 
 
-def _one_reduces(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
-    """Return both bodies over the loops of the reduction, crosswise to those of the element-wise one; or a refusal."""
+def _one_reduces(first: Body, second: Body) -> Body | Refusal:
+    """Return one kernel over the loops of the reduction; or a refusal.
+
+    The element-wise loops run through memory; the reduction may be any of them but the last (which `merge` tries):
+    rows (r, p), or rows of every image in a batch (p, r, p). The place with the fewest loads is the one in which both
+    read the same elements at the same time.
+    """
+    merged = [merge(*pair) for pair in _over_common_loops(first, second)]
+    found = min((each for each in merged if isinstance(each, Body)), key=_count_loads, default=None)
+    if found is not None and _count_loads(found) < _count_loads(first) + _count_loads(second):
+        return found
+    refused = [each for each in merged if isinstance(each, Refusal)]
+    return refused[0] if refused else Refusal("the rows of one are not the columns of the other")
+
+
+def _count_loads(body: Body) -> int:
+    return len({(load.buffer, load.index) for load in body.loads()})
+
+
+def _over_common_loops(first: Body, second: Body) -> Iterator[tuple[Body, Body]]:
+    """Yield both bodies over common loops, for every place that the reduction may have among the parallel loops."""
     reducing, plain = (first, second) if first.reduction else (second, first)
-    across = (*reducing.reduction, *reducing.loops)
-    refined = refine([loop.size for loop in across], [loop.size for loop in plain.loops])
-    if refined is None:
-        return Refusal("the rows of one are not the columns of the other")
-    border = sum(len(part) for part in refined.parts[0][: len(reducing.reduction)])
-    reduction = nest_of("r", refined.sizes[:border])
-    loops = nest_of("p", refined.sizes[border:])
-    symbols = [loop.symbol for loop in (*reduction, *loops)]
-    over = [
-        with_loops(body, refined.replacement(nest, which, symbols), loops, reduction)
-        for which, (body, nest) in enumerate(((reducing, across), (plain, plain.loops)))
-    ]
-    return (over[0], over[1]) if first.reduction else (over[1], over[0])
+    for place in range(len(reducing.loops)):
+        nest = (*reducing.loops[:place], *reducing.reduction, *reducing.loops[place:])
+        refined = refine([loop.size for loop in nest], [loop.size for loop in plain.loops])
+        if refined is None:
+            continue
+        reduced = {at for part in refined.parts[0][place : place + len(reducing.reduction)] for at in part}
+        loops = nest_of("p", [size for at, size in enumerate(refined.sizes) if at not in reduced])
+        reduction = nest_of("r", [size for at, size in enumerate(refined.sizes) if at in reduced])
+        rows, columns = iter(loops), iter(reduction)
+        symbols = [next(columns if at in reduced else rows).symbol for at in range(len(refined.sizes))]
+        over = [
+            with_loops(body, refined.replacement(loops_of_body, which, symbols), loops, reduction)
+            for which, (body, loops_of_body) in enumerate(((reducing, nest), (plain, plain.loops)))
+        ]
+        yield (over[0], over[1]) if first.reduction else (over[1], over[0])

@@ -181,6 +181,17 @@ def test_gradients_of_an_activation_and_of_a_bias_are_one_kernel() -> None:
     assert kernel.body.reduction_numel() == sympy.Integer(64)
 
 
+def test_gradients_of_a_gated_batch_and_of_its_gates_read_the_batch_once() -> None:
+    def backward(x: torch.Tensor, g: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return g * gate[:, None], (g * x).sum(1)
+
+    # The 32 tokens could be divided into 8 x 4, which would run over the batch of 8 in the element-wise part.
+    x, gate = torch.empty(8, 32, 24), torch.empty(8, 24)
+    (kernel,) = kernels_of(backward, x, torch.empty_like(x), gate)
+    assert [loop.size for loop in (*kernel.body.loops, *kernel.body.reduction)] == [8, 24, 32]
+    assert len({(load.buffer, load.index) for load in kernel.body.loads()}) == 3
+
+
 def test_row_and_column_sums_of_a_square_matrix_do_not_fuse() -> None:
     def function(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return a.sum(0), a.sum(1)
