@@ -293,6 +293,7 @@ class Wait:
 
 Kernel = Loops | Combo | Attention
 IROp = Kernel | Extern | Start | Wait
+_LEAVES = frozenset((View, Handle, str, int, float, bool, type(None)))  # the common leaves of structures
 
 
 def loops_of(op: IROp) -> tuple[Loops, ...]:
@@ -303,7 +304,14 @@ def loops_of(op: IROp) -> tuple[Loops, ...]:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested tuples, lists and dicts; a view is a leaf."""
+    """Return the leaves of nested tuples, lists and dicts, in the order of torch's pytrees; a view is a leaf."""
+    kind = type(tree)
+    if kind in _LEAVES:  # arguments of almost every op: walked here, because torch's function takes ten times as long
+        return [tree]
+    if kind is tuple or kind is list:
+        return [leaf for branch in tree for leaf in tree_leaves(branch)]
+    if kind is dict:
+        return [leaf for branch in tree.values() for leaf in tree_leaves(branch)]
     return pytree.tree_leaves(tree)
 
 
