@@ -11,9 +11,9 @@ from tabulate import tabulate
 from overlapc.estimators.calibration.observed import APART
 from overlapc.report.held_memory import graphs_peak_bytes
 from overlapc.report.model import GraphRecord, StepRecord
+from overlapc.report.parsed_schedules import schedule_of
 from overlapc.report.times import ms, us
 from overlapc.schedule.model import Kind, Node
-from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
 FAR_OFF = 0.20  # predictions with a larger relative error are flagged
@@ -75,7 +75,7 @@ def rows(graph: GraphRecord) -> list[Row]:
         return []
     spans = {span.node: span for span in graph.after.spans if span.kind != "idle"}
     found = []
-    for node in parse(graph.schedule).nodes:
+    for node in schedule_of(graph).nodes:
         if node.kind not in _KINDS:
             continue
         span = spans.get(node.name)

@@ -9,9 +9,9 @@ from statistics import median
 from overlapc.errors import ConfigError
 from overlapc.estimators.user_times import EarlierRun, Hook, UserHook, signature_of
 from overlapc.report.model import GraphRecord
+from overlapc.report.parsed_schedules import schedule_of
 from overlapc.report.record import load
 from overlapc.report.trace_reading import read_trace, run_times
-from overlapc.schedule.text import parse
 
 MeasuredTimes = dict[tuple[str, str], tuple[str, float]]  # (graph, node) -> signature or "", ns
 
@@ -60,7 +60,7 @@ def _from_record(graph: GraphRecord) -> MeasuredTimes:
     assert graph.measured is not None
     spans = {span.node: span.end_ns - span.start_ns for span in graph.after.spans if span.kind != "idle"}
     times: MeasuredTimes = {}
-    for node in parse(graph.schedule).nodes:
+    for node in schedule_of(graph).nodes:
         ns = graph.measured.nodes.get(node.name)
         if ns is None:
             continue

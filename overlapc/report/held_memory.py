@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from overlapc.report.model import GraphRecord, StepRecord
+from overlapc.report.parsed_schedules import schedule_of
 from overlapc.schedule.model import Buffer
-from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
 _BACKWARD = re.compile(r"backward_(\d+)$")
@@ -78,4 +78,4 @@ def held_bytes(given: Mapping[str, Buffer], taken: Mapping[str, Buffer]) -> int:
 
 def inputs(graph: GraphRecord) -> dict[str, Buffer]:
     """Return the input buffers of a graph by name."""
-    return {name: buffer for name, buffer in parse(graph.schedule).buffers.items() if buffer.is_input}
+    return {name: buffer for name, buffer in schedule_of(graph).buffers.items() if buffer.is_input}

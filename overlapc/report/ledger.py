@@ -13,9 +13,9 @@ from overlapc.report.held_memory import peak_parts, step_peak_bytes
 from overlapc.report.kept_gathered import saved_by_keeping, savings_text
 from overlapc.report.limiting_factor import FOR_THE_HOST, Spent
 from overlapc.report.model import Measured, StepRecord, measured_step, seen_ns
+from overlapc.report.parsed_schedules import schedule_of
 from overlapc.report.times import ms
 from overlapc.schedule.model import COMPUTE, Kind, Node
-from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
 _LEAST = 0.005  # fraction of a step; changes that save less are not listed
@@ -148,7 +148,7 @@ def compute_shares(step: StepRecord) -> dict[tuple[str, str], float]:
     """Return (kind of compute, color) -> its fraction of the compute time without contention, largest first; sum 1."""
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for graph, times in step.called:
-        for node in parse(graph.schedule).nodes:
+        for node in schedule_of(graph).nodes:
             if node.kind in COMPUTE and node.estimate is not None and node.estimate.ns:
                 sums[_kind(node)] += times * node.estimate.ns
     whole = sum(sums.values())
@@ -175,8 +175,8 @@ def recomputed_ns(step: StepRecord) -> float:
         forward = forwards.get(graph.number)
         if forward is None or not graph.name.startswith("backward"):
             continue
-        known = {op for node in parse(forward.schedule).nodes for op in node.origin.fx}
-        for node in parse(graph.schedule).nodes:
+        known = {op for node in schedule_of(forward).nodes for op in node.origin.fx}
+        for node in schedule_of(graph).nodes:
             if (
                 node.kind in COMPUTE
                 and node.estimate is not None
@@ -215,7 +215,7 @@ def utilization(step: StepRecord) -> float | None:
     peak_s = 0.0
     for graph, times in step.called:
         profile = profile_from_json(json.loads(graph.profile)) if graph.profile else None
-        for node in parse(graph.schedule).nodes:
+        for node in schedule_of(graph).nodes:
             if node.work is None or not node.work.flops or not node.work.dtype:
                 continue
             rate = None if profile is None else profile.rate(node.work.dtype)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from overlapc.report.advice import Cause
 from overlapc.report.model import StepRecord
+from overlapc.report.parsed_schedules import schedule_of
 from overlapc.report.times import ms
 from overlapc.schedule.model import Kind
-from overlapc.schedule.text import parse
 
 _LITTLE = 0.05  # fraction of a step; less exposed communication than that is not the limiting factor
 _GENERATED = "generated kernels"
@@ -35,7 +35,7 @@ def sources(step: StepRecord) -> dict[str, float]:
     """Return the source of estimates -> its fraction of the sum of all estimates, largest first."""
     by_source_ns: dict[str, float] = defaultdict(float)
     for graph, times in step.called:
-        for node in parse(graph.schedule).nodes:
+        for node in schedule_of(graph).nodes:
             if node.estimate is not None and node.estimate.ns:
                 by_source_ns[node.estimate.source] += node.estimate.ns * times
     whole_ns = sum(by_source_ns.values())

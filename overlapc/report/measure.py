@@ -29,12 +29,12 @@ from overlapc.errors import ConfigError
 from overlapc.report import record
 from overlapc.report.graph_record import shown_origin
 from overlapc.report.model import GraphRecord, Measured, Span
+from overlapc.report.parsed_schedules import schedule_of
 from overlapc.report.record import NothingCompiled, Report
 from overlapc.report.trace_reading import Marked, Stall, Trace, merged, read_trace, run_times, typical
 from overlapc.runtime.copies.pool import pools_bytes
 from overlapc.runtime.marks import marked
 from overlapc.schedule.model import COMMUNICATION, Schedule
-from overlapc.schedule.text import parse
 
 
 class Measurement:
@@ -97,7 +97,7 @@ def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
     runs = trace.runs.get(graph.name, ())[-last:]
     if not runs:
         return graph
-    schedule = parse(graph.schedule)
+    schedule = schedule_of(graph)
     collective_of = {node.name: node.name for node in schedule.nodes if node.kind in COMMUNICATION}
     collective_of |= {wait.name: schedule.start_of(wait).name for wait in schedule.waits()}
     each = [run_times(run, collective_of, trace.on_device) for run in runs]

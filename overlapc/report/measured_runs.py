@@ -19,8 +19,8 @@ from overlapc.estimators.calibration.observed import Run
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import PROFILES, load_profile, profile_to_json
 from overlapc.report.model import GraphRecord
+from overlapc.report.parsed_schedules import schedule_of
 from overlapc.report.record import gather, load
-from overlapc.schedule.text import parse
 
 _SHOWN = 40  # number of changed parameters that are printed
 
@@ -59,7 +59,7 @@ def runs_of(path: Path) -> list[Run]:
 
 
 def _run(graphs: Sequence[GraphRecord]) -> Run:
-    schedule = parse(graphs[0].schedule)
+    schedule = schedule_of(graphs[0])
     measured = [graph.measured for graph in graphs if graph.measured is not None]
     times: dict[str, float] = {}
     beside: dict[str, float] = {}

@@ -9,9 +9,9 @@ from pathlib import PurePath
 from typing import Any
 
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
+from overlapc.report.parsed_schedules import schedule_of
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Node, Schedule
-from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
 KINDS = ("kernel", "extern", "start", "comm", "idle", "wait", "view", "noop")
@@ -108,7 +108,7 @@ def _nodes(step: StepRecord) -> Data:
             }
             for row in graph.collectives
         }
-        for node in parse(graph.schedule).nodes:
+        for node in schedule_of(graph).nodes:
             known = {"what": _what(node), "of": node.origin.module, "line": node.origin.source}
             by = {} if node.estimate is None else {"by": node.estimate.source}
             facts[node.name] = {**known, **by, **facts.get(node.name, {})}
@@ -157,7 +157,7 @@ def _peak(step: StepRecord) -> Data:
     if not graphs:
         return {}
     graph = max(graphs, key=lambda each: each.peak_bytes)
-    schedule = parse(graph.schedule)
+    schedule = schedule_of(graph)
     memory = analyze(schedule)
     at = memory.peak_at
     live = {} if at is None else _live(schedule, at)

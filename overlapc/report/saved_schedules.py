@@ -23,7 +23,7 @@ from overlapc import documents
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import profile_from_json
 from overlapc.report.model import Count, GraphRecord, StepRecord
-from overlapc.schedule.text import parse
+from overlapc.report.parsed_schedules import schedule_of
 
 _LINE = re.compile(r"^# (machine|step) (\{.*\})[ \t]*\r?$", re.MULTILINE)
 
@@ -60,7 +60,7 @@ def _text(graph: GraphRecord) -> str:
     whose = {row.name: row.origin for row in graph.collectives if " to " in row.origin}
     if not graph.full_load_ns and not whose:
         return graph.schedule
-    schedule = parse(graph.schedule)
+    schedule = schedule_of(graph)
     known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
     schedule = schedule.with_estimates({name: replace(known[name], ns=ns) for name, ns in graph.full_load_ns.items()})
     nodes = (
