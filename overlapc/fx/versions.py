@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import (
     DifferentiableAOTInput,
@@ -25,7 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._logging._internal import trace_log
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import traceback
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -443,16 +444,20 @@ def no_code_of_graphs() -> Iterator[None]:
     """While AOTAutograd traces, most of its graphs become Python code only if they are called, and text only if torch
     logs them."""
     stages: Any = graph_compile
+    divide: Any = partitioners
+    reorder = divide.reordering_to_mimic_autograd_engine  # its result writes its code again for each change and copy
     log_joint, log_divided = stages._log_joint_graph, stages._log_fw_bw_graphs
     logs = (stages.aot_joint_log, stages.aot_graphs_log)
     if not trace_log.handlers and not any(log.isEnabledFor(logging.INFO) for log in logs):
         stages._log_joint_graph = lambda *_: None
         stages._log_fw_bw_graphs = lambda *_: (None, None)
+    divide.reordering_to_mimic_autograd_engine = lambda gm: _LazyGraphModule.from_graphmodule(reorder(gm))
     try:
         with _use_lazy_graph_module(True):
             yield
     finally:
         stages._log_joint_graph, stages._log_fw_bw_graphs = log_joint, log_divided
+        divide.reordering_to_mimic_autograd_engine = reorder
 
 
 def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
@@ -473,17 +478,20 @@ def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
     return capture
 
 
-def fake_like(value: FakeTensor, base: torch.Tensor | None, shift: int) -> FakeTensor:
+def fake_like(
+    value: FakeTensor, base: torch.Tensor | None, shift: int, mode: FakeTensorMode | None = None
+) -> FakeTensor:
     """Return a fake tensor of the form of `value` in new memory, or in that of `base` with its offset moved by `shift`.
 
     It is built from a meta tensor, as torch does it; through torch's dispatcher this takes ten times as long.
+    mode: default: that of `value`.
     """
     memory = value.untyped_storage().nbytes() if base is None else base.untyped_storage()
     with _disable_current_modes():
         storage = torch.UntypedStorage(memory, device="meta") if isinstance(memory, int) else memory
         form = torch.empty(0, dtype=value.dtype, device="meta")
         form.set_(storage, value.storage_offset() + shift, value.shape, value.stride())
-        return FakeTensor(value.fake_mode, form, value.device)
+        return FakeTensor(mode or value.fake_mode, form, value.device)
 
 
 def size_hint(size: int | torch.SymInt) -> int:
