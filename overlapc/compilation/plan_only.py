@@ -12,6 +12,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
 from overlapc.compilation.counts import counts_of, fallbacks_of
+from overlapc.compilation.fake_results import results_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
 from overlapc.compilation.kept_parameters import choice_of, partition_of
 from overlapc.compilation.tracing import step_of
@@ -33,7 +34,7 @@ OnSchedule = Callable[[Schedule, Context], None]
 
 
 def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
-    """Plan forward and backward of `gm`. Return a step that runs their FX graphs uncompiled."""
+    """Plan forward and backward of `gm`. Return a step for fake tensors that makes results like theirs."""
     return step_of(_plan_only, gm, example_inputs, config, number, partition_of(gm, config, number, runs=False))
 
 
@@ -59,16 +60,17 @@ def plan_schedules(forward: tuple[Schedule, Context], backward: tuple[Schedule, 
 
 
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
-    """Plan and record a graph of fake tensors. Return a function that runs the graph itself: no code is generated."""
+    """Plan and record a graph of fake tensors. Return a function that makes fake results: no code is generated."""
     began = time.perf_counter()
     with phase("graph"):
         planned = _plan(gm, config, name)
         _remember(planned.result, began, choice_of(gm), planned.not_copied)
     calls = STEPS.counter(name)
+    results = results_of(gm)
 
     def run(*args: Any) -> Any:
         calls[0] += 1
-        return gm.forward(*args)
+        return results(*args)
 
     return make_boxed_func(run)
 
@@ -83,7 +85,7 @@ def _schedule_only(
         return run_pipeline(schedule, replace(ctx, passes=(), stop_after=None, dump=None))
 
     _plan(gm, config, name, hand_over)
-    return make_boxed_func(gm.forward)
+    return make_boxed_func(results_of(gm))
 
 
 def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Planned:

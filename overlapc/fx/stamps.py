@@ -58,7 +58,7 @@ class TracedBlock:
                 raise Unfit(f"its graph holds a {node.op}")
             if any(is_written(declared) for declared, _ in declared_arguments(node.target, node.args, node.kwargs)):
                 raise Unfit(f"{node.target} changes memory")
-            if not _is_plain(node.meta.get("val")):
+            if not is_plain(node.meta.get("val")):
                 raise Unfit(f"{node.target} returns a {type(node.meta.get('val')).__name__}")
         for node in results:
             if not isinstance(node, fx.Node) or any(_shares(node, operand) for operand in operands):
@@ -202,9 +202,10 @@ def _laid_out_like(traced: fx.Node, given: fx.Node, graph: fx.Graph) -> fx.Node:
     return copied
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a node's value is None, an integer, or fake tensors that sizes, strides and offsets describe in full."""
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if type(value) is FakeTensor:
         sizes = (*value.shape, *value.stride(), value.storage_offset())
         odd = value.layout != torch.strided or value.is_conj() or value.is_neg()
