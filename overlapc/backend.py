@@ -80,8 +80,8 @@ def overlapc(
             reason = places.why_eagerly()
             if reason is not None:
                 return always_eagerly(copied_capture(gm), reason)
-            offsets = places.offsets()
-            if offsets:
+            constant = places.constant()
+            if constant:
                 eager = copied_capture(gm)  # tracing rewrites the graph of `gm`
                 try:
                     step = _step(gm, example_inputs, config, number, devices)
@@ -89,7 +89,7 @@ def overlapc(
                     if not is_untraceable_change(error):
                         raise
                     return always_eagerly(eager, UNTRACEABLE)
-                return eagerly_elsewhere(step, eager, offsets)
+                return eagerly_elsewhere(step, eager, constant)
             return _step(gm, example_inputs, config, number, devices, (options, mode))
         examples = plain_examples(example_inputs, late)
         with arrived(examples, within):

@@ -1,9 +1,9 @@
-"""Steps that are valid only for certain storage offsets of their inputs, which neither Dynamo nor AOTAutograd guards.
+"""Steps that are valid only for certain places of inputs in their storages, which nothing in torch guards.
 
 Two kinds of programs depend on an input's storage offset, and AOTAutograd traces it as a constant: `as_strided` with an
-offset, in its gradient and where it is written to, and changes of an input that shares memory with another input.
-Called with other offsets, the compiled step would be wrong, so the call then runs eagerly the graph that Dynamo
-captured.
+offset, in its gradient and where it is written to, and changes of an input that shares memory with another input. For
+the latter AOTAutograd traces the tensor that both are views of, with its sizes. Called with inputs at other places, the
+compiled step would be wrong, so the call then runs eagerly the graph that Dynamo captured.
 
 Three kinds of graphs always run eagerly. For a changed input AOTAutograd traces a copy with offset 0, so `as_strided`
 with an offset is right only for inputs that have offset 0, too. And AOTAutograd cannot trace changes of inputs that
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,26 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overlapc.runtime.counters import count
 
 UNTRACEABLE = "it changes an input that shares memory with another, which autograd does not know as a view of it"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an input lies in its storage, as far as that was traced as constants."""
+
+    offset: int  # in elements
+    memory: tuple[int | None, ...] | None = None  # see `_memory_form`; None for a symbolic number, or if none counts
+
+    def difference(self, value: Tensor) -> str:
+        """Return how the place of another input differs; "" if it does not."""
+        if value.storage_offset() != self.offset:
+            return f"an input with storage offset {self.offset}, and this input has {value.storage_offset()}"
+        if self.memory is None:
+            return ""
+        form = _memory_form(value, value)
+        same = len(form) == len(self.memory) and all(
+            known in (None, number) for known, number in zip(self.memory, form, strict=True)
+        )
+        return "" if same else "an input that is a part of other memory, and this input's memory has another form"
 
 
 class InputPlaces:
@@ -48,18 +69,21 @@ class InputPlaces:
                     "it changes an input whose storage offset is not 0, and reads it by as_strided with an offset,"
                     " which counts from the beginning of the storage"
                 )
-            if self._changes_beside_another(at) and self._turned_constant(self._in_memory[_memory(value)]):
+            if self._changes_beside_another(at) and self._untraceable(self._in_memory[_memory(value)]):
                 return "it changes an input that shares memory with another, and torch cannot trace their sizes"
         return None
 
-    def offsets(self) -> dict[int, int]:
-        """Return position -> storage offset (in elements) of the inputs whose offset was traced as a constant."""
-        offsets: dict[int, int] = {}
+    def constant(self) -> dict[int, Place]:
+        """Return position -> place of the inputs whose places were traced as constants."""
+        places: dict[int, Place] = {}
         for at, value in self._inputs.items():
-            counts = self._read_by_strided(at) and (value.requires_grad or _changes(self._examples[at]))
-            if counts or self._changes_beside_another(at):
-                offsets[at] = int(value.storage_offset())
-        return offsets
+            offset = int(value.storage_offset())
+            if self._changes_beside_another(at):
+                numbers = _memory_form(value, self._examples[at])
+                places[at] = Place(offset, tuple(each if isinstance(each, int) else None for each in numbers))
+            elif self._read_by_strided(at) and (value.requires_grad or _changes(self._examples[at])):
+                places[at] = Place(offset)
+        return places
 
     def _read_by_strided(self, at: int) -> bool:
         """Whether `as_strided` with an offset reads the input's memory."""
@@ -69,9 +93,12 @@ class InputPlaces:
     def _changes_beside_another(self, at: int) -> bool:
         return len(self._in_memory[_memory(self._inputs[at])]) > 1 and _changes(self._examples[at])
 
-    def _turned_constant(self, group: Sequence[int]) -> bool:
-        """Whether sizes of these inputs were symbolic, and are constant now."""
+    def _untraceable(self, group: Sequence[int]) -> bool:
+        """Whether sizes of these inputs were symbolic and are constant now; or, where none of them is a view, whether
+        the size of their storage is symbolic."""
         examples = [self._examples[at] for at in group]
+        if not any(self._inputs[at]._is_view() for at in group):
+            return isinstance(examples[0].untyped_storage().nbytes(), torch.SymInt)
         numbers = [
             number for example in examples for number in (*example.shape, *example.stride(), example.storage_offset())
         ]
@@ -96,20 +123,17 @@ def always_eagerly(eager: GraphModule, reason: str) -> Callable[..., Any]:
     return call
 
 
-def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, offsets: Mapping[int, int]) -> Callable[..., Any]:
-    """Return a function that runs `step` for inputs at these offsets, and else `eager`: the same, op by op."""
+def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, places: Mapping[int, Place]) -> Callable[..., Any]:
+    """Return a function that runs `step` for inputs at these places, and else `eager`: the same, op by op."""
     warned = _Warning()
 
     def call(*inputs: Any) -> Any:
-        for at, offset in offsets.items():
-            if inputs[at].storage_offset() != offset:
-                break
-        else:
+        difference = next(filter(None, (place.difference(inputs[at]) for at, place in places.items())), "")
+        if not difference:
             return step(*inputs)
         warned.give(
-            f"overlapc runs a call eagerly: the graph was compiled for an input with storage offset {offset}, and this"
-            f" input has {inputs[at].storage_offset()}. The result depends on it, because the graph calls as_strided"
-            " with an offset, or changes an input that shares memory with another"
+            f"overlapc runs a call eagerly: the graph was compiled for {difference}. The result depends on it, because"
+            " the graph calls as_strided with an offset, or changes an input that shares memory with another"
         )
         return eager(*inputs)
 
@@ -139,6 +163,15 @@ def _strided_inputs(inputs: Sequence[Any]) -> dict[int, Tensor]:
         and value.layout == torch.strided
         and isinstance(value.storage_offset(), int)
     }
+
+
+def _memory_form(value: Tensor, example: Tensor) -> tuple[Any, ...]:
+    """Return the sizes and strides of the tensor that `value` is a view of, or else the bytes of its storage.
+
+    example: the tensor in place of `value` that was traced; its storage may be smaller.
+    """
+    base = value._base
+    return (example.untyped_storage().nbytes(),) if base is None else (*base.shape, *base.stride())
 
 
 def _was_symbolic(value: Tensor, example: Tensor) -> bool:

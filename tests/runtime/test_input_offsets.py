@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -59,6 +60,26 @@ def test_inputs_that_share_memory_and_change_are_right_at_other_offsets() -> Non
     with pytest.warns(UserWarning, match="runs a call eagerly"):
         torch.testing.assert_close(called(compiled, 5, 7), called(function, 5, 7))
     torch.testing.assert_close(called(compiled, 0, 3), called(function, 0, 3))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("views", [True, False])
+def test_inputs_that_share_memory_and_change_are_right_in_memory_of_other_sizes(views: bool, dynamic: bool) -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        return y + 1
+
+    def called(function: Callable[..., Tensor], *size: int) -> tuple[Tensor, Tensor]:
+        memory = torch.arange(40.0)[: size[0] * size[-1]].clone().view(size)
+        parts = memory[..., :3], memory[..., 1:4]
+        parts = parts if views else tuple(torch.empty(0).set_(each) for each in parts)  # none known to autograd as view
+        return function(*parts), memory
+
+    compiled = torch.compile(function, backend="overlapc", dynamic=dynamic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for size in ((2, 5), (2, 5), (5, 4), (5, 8), (2, 20)):
+            torch.testing.assert_close(called(compiled, *size), called(function, *size))
 
 
 def test_unchanged_inputs_may_have_any_offset() -> None:
