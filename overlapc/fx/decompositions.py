@@ -132,7 +132,8 @@ def of_dense(op: Any) -> Callable[..., Any]:
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         shared = any(extent != 1 and step == 0 for extent, step in zip(x.shape, x.stride(), strict=True))
-        return op(x.clone(), *args, **kwargs) if shared else NotImplemented
+        empty = 0 in x.shape  # then a copy would have the same strides
+        return op(x.clone(), *args, **kwargs) if shared and not empty else NotImplemented
 
     return call
 
