@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 aten = torch.ops.aten
 
@@ -31,6 +32,17 @@ _MISTAKEN = (
     aten.logical_or.default,
     aten.logical_xor.default,
 )
+# Not decomposed; in low precision, their fake tensors are computed in float32, for which an expanded argument becomes
+# contiguous. Eager converts only arguments of several dtypes.
+_CONVERTING = (
+    *(
+        getattr(aten, name).Tensor
+        for name in "add sub mul div fmod remainder eq ne lt le gt ge clamp_min clamp_max".split()
+    ),
+    *(getattr(aten, name).default for name in "atan2 hypot maximum minimum igamma igammac".split()),
+    aten.pow.Tensor_Tensor,
+    aten.ldexp.Tensor,
+)
 # Ops whose results are contiguous in eager, whatever the layout of their arguments.
 _CONTIGUOUS = (
     aten.mse_loss_backward,
@@ -44,6 +56,7 @@ _CONTIGUOUS = (
 def laid_out_as_eager(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """Return `table` of decompositions with rules that give the results of these ops eager's strides."""
     changed: dict[Any, Callable[..., Any]] = {op: _in_order(op, None) for op in _MISTAKEN}
+    changed |= {op: _in_order_if_expanded(op) for op in _CONVERTING}
     for op, rule in table.items():
         packet = op.overloadpacket
         if op._schema.is_mutable or packet in _BY_THE_SECOND:
@@ -78,6 +91,31 @@ def _in_order(op: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
         return result.contiguous().permute([order.index(dim) for dim in range(len(order))])
 
     return call if rule is None else wraps(rule)(call)
+
+
+def _in_order_if_expanded(op: Any) -> Callable[..., Any]:
+    """Return `_in_order` of `op`, for calls with arguments of one dtype, of which one is expanded."""
+    in_order = _in_order(op, None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [arg for arg in args if _has_dims(arg)]
+        one_dtype = len({tensor.dtype for tensor in tensors}) == 1
+        if not one_dtype or not any(map(_expanded, tensors)) or any(map(has_free_unbacked_symbols, tensors)):
+            return NotImplemented
+        order = _order(args, trusted=False)
+        if order is None or order == sorted(order):  # a contiguous result, as the fake tensor says
+            return NotImplemented
+        return in_order(*args, **kwargs)
+
+    return call
+
+
+def _expanded(x: Tensor) -> bool:
+    """Whether elements of `x` share memory; decided without a guard on symbolic sizes."""
+    return any(
+        isinstance(step, int) and step == 0 and not (isinstance(extent, int) and extent <= 1)
+        for extent, step in zip(x.shape, x.stride(), strict=True)
+    )
 
 
 def _order(args: tuple[Any, ...], trusted: bool) -> list[int] | None:

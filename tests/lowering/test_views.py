@@ -225,9 +225,18 @@ def test_results_of_decomposed_ops_have_eagers_strides():
         yield aten.mse_loss_backward(torch.ones(()), y, y, 1)
         yield aten.native_dropout_backward(y, mask.t(), 2.0)
         yield torch.clip(y, rows[:, None], rows[:, None] + 1)
+        low = y.bfloat16()
+        one, row = (each.expand(6, 5) for each in (low.sum(), low[:, :1]))
+        for wide, narrow in ((row, low), (one, low), (row, y), (y.sum().expand(6, 5), low)):
+            yield wide * narrow
+            yield torch.maximum(wide, narrow)
+            yield wide > narrow
+            yield torch.atan2(wide, narrow) + wide
         shared = y.unsqueeze(1).expand(-1, 2, -1)
         yield torch.slice_scatter(shared, shared[:, :, :1] * 2, 2, -1)
         yield torch.select_scatter(shared, shared[:, :, 0] * 2, 2, 1)
+        empty = x[:0].expand(2, 0, -1)
+        yield torch.select_scatter(empty, empty[0], 0, 1)
 
     def results(*args):
         return list(function(*args))
