@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -445,19 +446,31 @@ def no_code_of_graphs() -> Iterator[None]:
     logs them."""
     stages: Any = graph_compile
     divide: Any = partitioners
-    reorder = divide.reordering_to_mimic_autograd_engine  # its result writes its code again for each change and copy
+    reorder = divide.reordering_to_mimic_autograd_engine
     log_joint, log_divided = stages._log_joint_graph, stages._log_fw_bw_graphs
     logs = (stages.aot_joint_log, stages.aot_graphs_log)
     if not trace_log.handlers and not any(log.isEnabledFor(logging.INFO) for log in logs):
         stages._log_joint_graph = lambda *_: None
         stages._log_fw_bw_graphs = lambda *_: (None, None)
-    divide.reordering_to_mimic_autograd_engine = lambda gm: _LazyGraphModule.from_graphmodule(reorder(gm))
+    divide.reordering_to_mimic_autograd_engine = partial(_reordered, reorder)
     try:
         with _use_lazy_graph_module(True):
             yield
     finally:
         stages._log_joint_graph, stages._log_fw_bw_graphs = log_joint, log_divided
         divide.reordering_to_mimic_autograd_engine = reorder
+
+
+def _reordered(reorder: Callable[[fx.GraphModule], fx.GraphModule], gm: fx.GraphModule) -> fx.GraphModule:
+    """Call torch's `reorder`, whose module would write its code now and again for every change and copy."""
+    kind: Any = fx.GraphModule
+    write_code, here = kind.recompile, threading.get_ident()
+    kind.recompile = lambda self: None if threading.get_ident() == here else write_code(self)
+    try:
+        reordered = reorder(gm)  # without code: only its graph is used
+    finally:
+        kind.recompile = write_code
+    return _LazyGraphModule.from_graphmodule(reordered)
 
 
 def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
