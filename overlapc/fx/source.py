@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 from torch.fx import Node
 
@@ -16,7 +17,12 @@ _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "parallel", "")
 
 def user_line(node: Node) -> str:
     """Return the innermost frame in the user's code, as `model.py:12: x = self.head(x)`; empty if unknown."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return _line(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(4096)  # the layers of a model have the same lines
+def _line(stack_trace: str) -> str:
+    frames = _FRAME.findall(stack_trace)
     theirs = [frame for frame in frames if not frame[0].startswith(_OURS)] or frames
     return "{}:{}: {}".format(*theirs[-1]) if theirs else ""
 
@@ -41,6 +47,7 @@ def block_of(module: str) -> str:
     return ".".join(parts[:ends])
 
 
+@lru_cache(4096)
 def clean_module(path: str) -> str:
     """Rewrite Dynamo's name of a module as a path: `L['self']._modules['layers']._modules['0']` as `layers.0`.
 
