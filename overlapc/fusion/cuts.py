@@ -39,6 +39,7 @@ from overlapc.ir.body import (
 from overlapc.ir.indexing import Ranges, bounds, simplify, substitute
 from overlapc.ir.rewriting import canonical, rebuild
 from overlapc.ir.settle import settled, whole_number
+from overlapc.ir.template import once_for_all_buffers
 
 MOST_PARTS = 8
 SHORTEST_PART = 16  # least iterations left of a loop: whole cache sectors of a GPU (32 bytes) in two-byte formats
@@ -52,6 +53,11 @@ def cut(body: Body) -> Body:
 
     Splitting a reduction loop changes the order of its sums.
     """
+    return (_cut(body) if _guards(body) else None) or body
+
+
+@once_for_all_buffers
+def _cut(body: Body) -> Body | None:
     guards = _guards(body)
     for loop in (*body.loops, *body.reduction):
         part = _part(loop, body, guards)

@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from overlapc.fusion.combo import combine
 from overlapc.fusion.cuts import cut
 from overlapc.fusion.kernel_groups import Group, Groups
-from overlapc.fusion.legality import LoopChanges, one_kernel, verdict
+from overlapc.fusion.legality import LoopChanges, verdict
 from overlapc.fusion.merge import Refusal, same_space
 from overlapc.fusion.mixed_order import crosses
 from overlapc.fusion.report import FusionReport
 from overlapc.fusion.score import Score, score
 from overlapc.fusion.simplify import simplified
+from overlapc.ir.body import Body
 from overlapc.ir.conversions import numbers_last, rounded_once
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, nothing_refused
+from overlapc.ir.template import once_for_all_buffers
 
 NEIGHBOURS = 8  # next readers of a buffer with which a reader is paired: keeps candidates linear in the graph
 FARTHEST = 512  # most positions between two readers of a pair: fusing more distant ones lengthens live ranges
@@ -115,8 +117,7 @@ class Fuser:
         """Simplify the body of every kernel; no other kernel may be fused into it afterwards."""
         for group in self.groups:
             if isinstance(group.op, Loops):
-                body = rounded_once(numbers_last(simplified(group.op.body)))
-                group.op = dataclasses.replace(group.op, body=body)
+                group.op = dataclasses.replace(group.op, body=_final(group.op.body) or group.op.body)
 
     def finished(self) -> FusionReport:
         """Return the report of all rounds, without refusals of kernels that were fused later in another way."""
@@ -190,11 +191,11 @@ class Fuser:
 
     def _merged(self, a: Group, b: Group) -> Refusal | None:
         """Replace two kernels by one, or return the refusal."""
-        body = verdict(self.groups, a, b, self.changes, self.refuse)
-        if isinstance(body, Refusal):
-            return body
         local = self.groups.local(a, b)
-        slower = None if self.measure is None else _slower(a, b, one_kernel(a, b, body, local), self.measure)
+        kernel = verdict(self.groups, a, b, local, self.changes, self.refuse)
+        if isinstance(kernel, Refusal):
+            return kernel
+        slower = None if self.measure is None else _slower(a, b, kernel, self.measure)
         if slower is not None:
             return slower
         place = self.groups.make_room(a, b)
@@ -202,8 +203,13 @@ class Fuser:
             return place
         shared = (a.reads & b.reads) | (a.writes & b.reads) | local
         self.report.fused.append((a.op.name, b.op.name, sum(map(self.groups.bytes_of, shared))))
-        self.groups.replace(a, b, one_kernel(a, b, body, local), local, place)
+        self.groups.replace(a, b, kernel, local, place)
         return None
+
+
+@once_for_all_buffers
+def _final(body: Body) -> Body | None:
+    return rounded_once(numbers_last(simplified(body)))
 
 
 def _slower(a: Group, b: Group, fused: Loops, measure: Measure) -> Refusal | None:

@@ -28,6 +28,7 @@ from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, s
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, buffers_read, nothing_refused
 from overlapc.ir.rewriting import canonical, rewrite, rewrite_values
 from overlapc.ir.settle import with_known_positions
+from overlapc.ir.template import once_for_all_buffers
 
 LARGEST_BODY = 256  # most values of a kernel after inlining; keeps source readable and registers bounded
 FEW = 64  # a reader of at most one element in this many reads few elements
@@ -76,7 +77,9 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
         if not few:
             # Unrolled only now, after its producers have been inlined: as a loop it reads them at one index, unrolled
             # at several.
-            now[position] = producer = dataclasses.replace(producer, body=simplified(unrolled(producer.body)))
+            body = simplified(unrolled(producer.body))
+            if body is not producer.body:
+                now[position] = producer = dataclasses.replace(producer, body=body)
         if len(producer.outputs) != 1 or producer.name in ordered:
             continue
         buffer = producer.outputs[0].buffer
@@ -96,9 +99,9 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
         inlined = {at: _inlined_safely(producer, consumer, graph) for at, consumer in into.items()}
         if any(body is None or refuse(producer.device, body) is not None for body in inlined.values()):
             continue
-        for at, body in inlined.items():
-            assert body is not None
-            now[at] = dataclasses.replace(into[at], body=body, origin=producer.origin.joined(into[at].origin))
+        for at, made in inlined.items():
+            assert made is not None
+            now[at] = dataclasses.replace(into[at], body=made, origin=producer.origin.joined(into[at].origin))
         users[buffer] -= into.keys()
         for name in sources:
             users[name].update(into)
@@ -230,22 +233,27 @@ def _strides(index: sympy.Expr, loops: tuple[Loop, ...]) -> tuple[sympy.Expr, ..
 
 def inline_into(producer: Loops, consumer: Loops) -> Body | None:
     """Return the consumer's body with loads of the producer's buffer replaced; None if an index cannot be converted."""
-    store = producer.body.stores[0]
-    strides = loop_strides(producer.body)
+    return _inlined(producer.body, consumer.body)
+
+
+@once_for_all_buffers
+def _inlined(producer: Body, consumer: Body) -> Body | None:
+    store = producer.stores[0]
+    strides = loop_strides(producer)
     if strides is None:
         return None
-    ranges = consumer.body.ranges()
+    ranges = consumer.ranges()
     impossible = False
 
     def replace(value: Value) -> Value | None:
         nonlocal impossible
         if not isinstance(value, Load) or value.buffer != store.buffer:
             return None
-        found = value_at(producer.body, store, strides, value, ranges)
+        found = value_at(producer, store, strides, value, ranges)
         impossible = impossible or found is None
         return found
 
-    body = rewrite(consumer.body, consumer.body.loops, consumer.body.reduction, replace=replace)
+    body = rewrite(consumer, consumer.loops, consumer.reduction, replace=replace)
     return None if impossible else canonical(split_at_divisions(with_known_positions(body)))
 
 

@@ -26,8 +26,10 @@ class LoopChanges:
     reorders: bool = False  # whether the order of loops may change
 
 
-def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Refuse) -> Body | Refusal:
-    """Return the merged body, or the reason why the two kernels stay separate."""
+def verdict(
+    groups: Groups, a: Group, b: Group, local: set[str], changes: LoopChanges, refuse: Refuse
+) -> Loops | Refusal:
+    """Return the merged kernel, or the reason why the two kernels stay separate. local: buffers only inside of it."""
     if (a.dots or b.dots) and a.kernel.body.reduction and b.kernel.body.reduction:
         return Refusal("a matrix product cannot share its kernel with another reduction")
     if len(a.reads | b.reads | a.writes | b.writes) > MOST_BUFFERS:
@@ -60,12 +62,12 @@ def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Re
     unsafe = _unsafe_change(groups, a, b, merged)
     if unsafe is not None:
         return unsafe
-    local = groups.local(a, b)
-    too_much = groups.outgrows(a, b, one_kernel(a, b, merged, local), local)
+    kernel = one_kernel(a, b, merged, local)
+    too_much = groups.outgrows(a, b, kernel, local)
     if too_much is not None:
         return too_much
     reason = refuse(a.kernel.device, merged)
-    return merged if reason is None else Refusal(reason)
+    return kernel if reason is None else Refusal(reason)
 
 
 def _should_share_launch(groups: Groups, a: Group, b: Group) -> bool:

@@ -38,6 +38,7 @@ from overlapc.ir.conversions import constant
 from overlapc.ir.facts import known_truth, learn, unseen_where_masked
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.rewriting import canonical, rebuild, with_loops, with_values
+from overlapc.ir.template import once_for_all_buffers
 
 REACH = 64  # most values examined below one `where`: values with an equal guard are close to it
 
@@ -46,6 +47,11 @@ def simplified(body: Body) -> Body:
     """Return `body` without such values; the same object if there are none."""
     if not any(isinstance(value, Op) and value.name == "where" for value in body.values()):
         return body
+    return _simplified(body) or body
+
+
+@once_for_all_buffers
+def _simplified(body: Body) -> Body | None:
     varies = depends_on(body.values(), {loop.symbol for loop in body.reduction})
     uses = Counter(operand for value in body.values() for operand in value.operands())
     uses.update(value for store in body.stores for value in store.operands())

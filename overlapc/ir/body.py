@@ -308,6 +308,13 @@ class Body:
     stores: tuple[Store, ...]
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.loops, self.reduction, self.stores))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
     def _values(self) -> tuple[Value, ...]:
         return tuple(topological(value for store in self.stores for value in store.operands()))
 
@@ -319,13 +326,21 @@ class Body:
         """Return the messages of all checks, each once, in the order of the values."""
         return list(dict.fromkeys(value.message for value in self.values() if isinstance(value, Checked)))
 
+    @cached_property
+    def _loads(self) -> tuple[Load, ...]:
+        return tuple(value for value in self.values() if isinstance(value, Load))
+
     def loads(self) -> list[Load]:
         """Return every load once, in the order of the values."""
-        return [value for value in self.values() if isinstance(value, Load)]
+        return list(self._loads)
+
+    @cached_property
+    def _dots(self) -> tuple[Reduce, ...]:
+        return tuple(value for value in self.values() if isinstance(value, Reduce) and value.kind == "dot")
 
     def dots(self) -> list[Reduce]:
         """Return the matrix products ("dot" reductions)."""
-        return [value for value in self.values() if isinstance(value, Reduce) and value.kind == "dot"]
+        return list(self._dots)
 
     def stores_terms(self) -> bool:
         """Whether a store runs once per iteration of the reduction loops."""

@@ -6,7 +6,7 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Load, Reduce, Store, op
-from overlapc.ir.template import SIZE, template_of
+from overlapc.ir.template import SIZE, once_for_all_buffers, template_of, with_numbered_buffers
 from tests.ir.bodies import P, R, loops_of, put, x
 
 
@@ -54,3 +54,34 @@ def test_dtypes_and_a_buffer_read_twice_are_part_of_the_template() -> None:
     both = [op("add", x("a", P[0]), Load(name, P[0] + 1, torch.float32)) for name in ("a", "b")]
     kinds = [template_of(Body(loops_of("p", (8,)), (), (put("y", P[0], value),))) for value in both]
     assert kinds[0].body != kinds[1].body
+
+
+def test_a_function_of_bodies_runs_once_for_all_buffers():
+    calls: list[tuple[Body, ...]] = []
+
+    @once_for_all_buffers
+    def first_stores_then_second(first: Body, second: Body) -> Body | None:
+        calls.append((first, second))
+        shares = first.loads()[0].buffer == second.loads()[0].buffer
+        return Body(first.loops, (), first.stores + second.stores) if shares else None
+
+    def both(first: Body, second: Body) -> Body:
+        return Body(first.loops, (), first.stores + second.stores)
+
+    one, other = scaled("y", "a", 8), scaled("z", "a", 8)
+    assert first_stores_then_second(one, other) == both(one, other)
+    assert len(calls) == 1
+    later, another = scaled("y_1", "a_1", 8), scaled("z_1", "a_1", 8)
+    made = first_stores_then_second(later, another)
+    assert made == both(later, another)
+    assert len(calls) == 1
+    assert with_numbered_buffers(made) == with_numbered_buffers(both(later, another))
+    assert first_stores_then_second(later, scaled("z_1", "c", 8)) is None  # they read different buffers
+    assert first_stores_then_second(later, scaled("z_1", "a_1", 9)) == both(later, scaled("z_1", "a_1", 9))
+    assert len(calls) == 3
+
+
+def test_a_body_that_is_returned_unchanged_is_the_same_object():
+    second_of = once_for_all_buffers(lambda first, second: second)
+    for first, second in ((scaled("y", "a", 8), scaled("z", "y", 8)), (scaled("t", "b", 8), scaled("u", "t", 8))):
+        assert second_of(first, second) is second
