@@ -191,9 +191,12 @@ def _scaled_sum(context: Lowering, name: str, x: Any, y: Any, alpha: Any) -> Vie
 
     def value(*values: Value) -> Value:
         a, b = as_read(context, name, (x, y), values)
-        if alpha != 1:
-            b = apply("mul", dtype, cast(b, dtype), context.scalar(alpha))
-        return apply(name, dtype, a, b)
+        if alpha == 1:
+            return apply(name, dtype, a, b)
+        b, factor = cast(b, dtype), context.scalar(alpha)
+        if not dtype.is_floating_point:
+            return apply(name, dtype, a, apply("mul", dtype, b, factor))
+        return apply("fma", dtype, b if name == "add" else op("neg", b), factor, a)  # rounded once, as in eager
 
     return context.pointwise(value, x, y)
 
@@ -315,10 +318,12 @@ def _addc(context: Lowering, name: str, x: View, a: View, b: View, value: Any) -
         raise Impossible("integer division")
 
     def compute_(base: Value, first: Value, second: Value) -> Value:
-        # Eager scales the first factor, then combines.
+        # Eager scales the first factor, then combines; a product and its sum are rounded once.
         first = cast(first, dtype)
         if value != 1:
             first = apply("mul", dtype, first, context.scalar(value))
+        if name == "mul" and dtype.is_floating_point:
+            return apply("fma", dtype, first, second, base)
         return apply("add", dtype, base, apply(name, dtype, first, second))
 
     return context.pointwise(compute_, x, a, b)
@@ -339,8 +344,8 @@ def lerp(context: Lowering, start: View, end: View, weight: Any) -> View:
     def value(a: Value, b: Value, w: Value) -> Value:
         a, b, w = cast(a, dtype), cast(b, dtype), cast(w, dtype)
         gap = op("sub", b, a)
-        near = op("add", a, op("mul", w, gap))
-        far = op("sub", b, op("mul", gap, op("sub", constant(1, w.dtype), w)))
+        near = op("fma", w, gap, a)  # rounded once, as in eager
+        far = op("fma", op("neg", gap), op("sub", constant(1, w.dtype), w), b)
         return op("where", op("lt", op("abs", w), constant(0.5, w.dtype)), near, far)
 
     return context.pointwise(value, start, end, weight)

@@ -280,3 +280,23 @@ def test_the_gradient_of_softshrink_is_zero_between_its_bounds():
 def test_an_index_may_be_computed_from_a_condition(place):
     """GCC 12 miscompiles a vectorized gather with indices computed from a condition: it reads at -1 instead of 1."""
     same(lambda table, x: table.take(place(x)), torch.randn(6), torch.randn(64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_product_and_its_sum_are_rounded_once_where_eager_does_so(dtype: torch.dtype):
+    def function(x, a, b):
+        yield torch.addcmul(x, a, b)
+        yield torch.addcmul(x, a, b, value=0.3)
+        yield from (torch.lerp(x, a, weight) for weight in (0.3, 0.7, -0.7))
+        yield torch.lerp(x, a, b)
+        yield from torch._foreach_addcmul([x], [a], [b], 0.3)
+        yield torch.add(x, a, alpha=0.75)
+        yield torch.sub(x, a, alpha=0.75)
+        yield torch.rsub(x, a, alpha=0.75)
+
+    generator = torch.Generator().manual_seed(0)
+    # A multiple of every vector length: eager rounds the product to low precision, too, in what remains behind vectors.
+    given = [torch.randn(4096, dtype=torch.float64, generator=generator).to(dtype) for _ in range(3)]
+    found = torch.compile(lambda *given: list(function(*given)), backend="overlapc")(*given)
+    for ours, eager in zip(found, function(*given), strict=True):
+        assert torch.equal(ours, eager)
