@@ -9,6 +9,9 @@
 filled. Both begin when the model is sharded and on its device, and after one collective and one matrix product; they
 end with the optimizer's step. `cpu s` is the CPU time of the first rank's process and its children, which other work on
 the machine disturbs less. `eager` (FSDP2 without a compiler) is the floor: a first step without compilation.
+
+With --fake and torch 2.11 only the first loss says anything: that torch's fake process group leaves the results of
+reduce-scatters as they were allocated, so the parameters are updated by what was in that memory.
 """
 
 from __future__ import annotations
