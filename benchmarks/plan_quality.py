@@ -90,10 +90,9 @@ def main() -> None:
 
 def searched(schedule: Schedule, ctx: Context, times: int) -> float:
     """Return the step time in ns after a search from `schedule` with `times` times the usual effort."""
-    search = Search(schedule, replace(ctx, effort=times * ctx.effort), seed=0)
+    search = Search(schedule, ctx, seed=0)
     search.replays_in_round *= max(1, times)
-    if times:
-        search.run()
+    search.run(times * ctx.effort)
     found = search.best or [node.name for node in schedule.nodes]
     moved = schedule.replace_order(found, reorder_collectives=ctx.reorder_collectives)
     return settled(ctx.timeline(moved)).step_ns

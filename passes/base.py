@@ -8,7 +8,7 @@ a change that does not pay off is undone, and the report says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +74,22 @@ class Context:
         return schedule.fact("timeline", lambda: simulate(schedule, self.profile, self.cache_dir), of=self.profile)
 
     def late(self, schedule: Schedule) -> Schedule:
-        """Return `schedule` with each collective's estimate times `overlap_margin`. Cached; reorderings share nodes."""
+        """Return `schedule` with each collective's estimate times `overlap_margin`. Cached; alike ones share nodes."""
         return schedule.fact("late", lambda: self._late(schedule), of=self.overlap_margin)
 
     def _late(self, schedule: Schedule) -> Schedule:
         if schedule.moved_from is not None:
             order = (node.name for node in schedule.nodes)
             return self.late(schedule.moved_from).replace_order(order, reorder_collectives=schedule.collectives_moved)
-        return schedule.with_estimates(
-            {
-                node.name: Estimate(node.estimate.ns * self.overlap_margin, node.estimate.source)
-                for node in schedule.nodes
-                if node.comm is not None and node.estimate is not None
-            }
-        )
+        like = schedule.like
+        late = None if like is None else self.late(like)
+        known = {} if like is None or late is None else dict(zip(map(id, like.nodes), late.nodes, strict=True))
+        return schedule.with_nodes([known.get(id(node)) or self._late_node(node) for node in schedule.nodes], late)
+
+    def _late_node(self, node: Node) -> Node:
+        if node.comm is None or node.estimate is None:
+            return node
+        return replace(node, estimate=Estimate(node.estimate.ns * self.overlap_margin, node.estimate.source))
 
 
 @dataclass

@@ -14,8 +14,8 @@ ordered again, is shorter; then the procedure repeats for the collectives that a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from overlapc.passes.base import Context
@@ -27,7 +27,7 @@ from overlapc.passes.raise_under_memory import raise_under_memory
 from overlapc.passes.sink_under_memory import sink_under_memory
 from overlapc.passes.sink_waits import sink_waits
 from overlapc.schedule.collective_kinds import KINDS
-from overlapc.schedule.model import Buffer, Kind, Node, Schedule
+from overlapc.schedule.model import Kind, Node, Schedule
 
 # A collective that is exposed for less than this share of the step is left alone.
 WORTH_IT = 0.0005
@@ -69,31 +69,25 @@ class _Window:
     schedule: Schedule
     at: int  # position of the bucket
     members: Sequence[Node]
+    sends_results: bool  # whether the collectives are reductions, not gathers
     ctx: Context
     cost: BucketCost
     nodes_replayed: int = 0
+    parts: dict[tuple[int, int], Node] = field(default_factory=dict)  # the bucket of members from one to another
 
     @classmethod
     def of(cls, ordered: Schedule, name: str, members: Sequence[Node], ctx: Context) -> _Window:
         """Take the nodes from the first producer of the bucket's inputs to its last wait, and a layer on both sides,
         without collectives whose waits come later: a replay would wait for them at its end."""
-        at = ordered.position(name)
+        waits = ordered.waits_of
+        at, sends_results = ordered.position(name), not KINDS[comm_of(members[0]).collective].brings_inputs
         makers = (ordered.producers.get(read) for member in members for read in member.reads)
-        first = min((maker for maker in makers if maker is not None), default=at) if _sends_results(members) else at
-        last = max((wait for wait, start in ordered.started.items() if start == at), default=at)
-        low, high = max(0, first - AROUND), min(len(ordered.nodes), last + 1 + AROUND)
-        waited = {start for wait, start in ordered.started.items() if wait < high}
-        positions = [p for p in range(low, high) if ordered.nodes[p].kind is not Kind.START or p in waited]
-        nodes = tuple(ordered.nodes[position] for position in positions)
-        buffers: dict[str, Buffer] = {}
-        for node in nodes:
-            for buffer in (*node.reads, *node.writes):
-                alias: str | None = buffer
-                while alias is not None and alias not in buffers:
-                    buffers[alias] = ordered.buffers[alias]
-                    alias = buffers[alias].alias_of
-        window = Schedule(name, nodes, buffers, like=ordered)
-        return cls(window, positions.index(at), members, ctx, BucketCost(ctx, members[0]))
+        first = min((maker for maker in makers if maker is not None), default=at) if sends_results else at
+        low, high = max(0, first - AROUND), min(len(ordered.nodes), waits.get(at, [at])[-1] + 1 + AROUND)
+        around = enumerate(ordered.nodes[low:high], low)
+        nodes = tuple(node for p, node in around if node.kind is not Kind.START or waits.get(p, [high])[0] < high)
+        window = replace(ordered, nodes=nodes, outputs=(), moved_from=None, collectives_moved=False, like=ordered)
+        return cls(window, window.position(name), members, sends_results, ctx, BucketCost(ctx, members[0]))
 
     def best_cuts(self, most_nodes: int) -> frozenset[int]:
         """Return the indices of members that should begin a new bucket: the best cut is added until none helps."""
@@ -112,18 +106,11 @@ class _Window:
     def _cut(self, begins: frozenset[int]) -> Schedule:
         """Cut the bucket. Gathers start where it did, in sequence; reductions where their last gradient is made."""
         inserted: dict[int, list[Node]] = {}
-        for part in self._parts(begins):
-            at = self.at
-            if _sends_results(part):
+        for edges in itertools.pairwise((0, *sorted(begins), len(self.members))):
+            part, at = self.members[slice(*edges)], self.at
+            if self.sends_results:
                 at = max(self.schedule.producers.get(read, -1) + 1 for member in part for read in member.reads)
-            inserted.setdefault(at, []).append(bucket_node(part, None, self.cost))
+            node = self.parts[edges] = self.parts.get(edges) or bucket_node(part, None, self.cost)
+            inserted.setdefault(at, []).append(node)
         self.nodes_replayed += len(self.schedule.nodes)
         return with_merged(self.schedule, inserted, {self.at}, {})
-
-    def _parts(self, begins: frozenset[int]) -> Iterator[Sequence[Node]]:
-        edges = [0, *sorted(begins), len(self.members)]
-        return (self.members[low:high] for low, high in itertools.pairwise(edges))
-
-
-def _sends_results(members: Sequence[Node]) -> bool:
-    return not KINDS[comm_of(members[0]).collective].brings_inputs

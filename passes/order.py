@@ -69,15 +69,24 @@ class Order:
         if to == at:
             return None
         low, high = min(at, to), max(at, to)
-        along = self._along(node, low, high, self._preds if distance < 0 else self._succs, most)
-        if along is None:
-            return None
         window = self.order[low : high + 1]
         if not self._blocking.isdisjoint(window):
             return None
-        moving = [other for other in window if other in along]
-        staying = [other for other in window if other not in along]
-        return Move(low, moving + staying if distance < 0 else staying + moving) if staying else None
+        # Nodes that `node` needs are all before it, and nodes that need it are behind it: one walk finds all of them.
+        edges = self._preds if distance < 0 else self._succs
+        moving: list[int] = []
+        staying: list[int] = []
+        along = {node}
+        for other in reversed(window) if distance < 0 else window:
+            if other not in along:
+                staying.append(other)
+            elif self._fixed[other] or len(moving) == most:
+                return None
+            else:
+                moving.append(other)
+                along.update(edges[other])
+        nodes = [*reversed(moving), *reversed(staying)] if distance < 0 else staying + moving
+        return Move(low, nodes) if staying else None
 
     def exchange(self, one: int, other: int) -> Move | None:
         """Return the move that swaps two nodes; None if a dependence or a node of unknown duration prevents it."""
@@ -91,18 +100,6 @@ class Order:
         if any(low <= self.position[before] < high for before in self._preds[last]):
             return None
         return Move(low, [last, *window[1:-1], first])
-
-    def _along(self, node: int, low: int, high: int, edges: Sequence[Sequence[int]], most: int) -> set[int] | None:
-        along, stack = {node}, [node]
-        while stack:
-            one = stack.pop()
-            if self._fixed[one] or len(along) > most:
-                return None
-            for other in edges[one]:
-                if other not in along and low <= self.position[other] <= high:
-                    along.add(other)
-                    stack.append(other)
-        return along
 
     @property
     def peak_bytes(self) -> int:

@@ -49,10 +49,8 @@ class Queues:
             kinds=[node.kind for node in nodes],
             known=[node.estimate is not None for node in nodes],
             compute_ns=list(nothing), collective_ns=list(nothing), end_ns=nothing,
-            collective=dict(schedule.started), opened_by={}, closed_by={}, previous={}, next={},
+            collective=dict(schedule.started), opened_by={}, closed_by=dict(schedule.waits_of), previous={}, next={},
         )  # fmt: skip
-        for wait, start in queues.collective.items():
-            queues.closed_by.setdefault(start, []).append(wait)
         last: dict[str, int] = {}
         for at, node in enumerate(nodes):
             if node.kind in COMPUTE:

@@ -190,6 +190,10 @@ class Schedule:
         about, found = self._facts.get(name, (None, None))
         return found if _same(about, of) else None
 
+    def forget(self, name: str) -> None:
+        """Drop a cached result that is no longer needed, because it is large."""
+        self._facts.pop(name, None)
+
     @cached_property
     def _readers(self) -> Mapping[str, Sequence[int]]:
         """Positions of the nodes that read each name, in order."""
@@ -265,6 +269,14 @@ class Schedule:
         """The position of the START of each WAIT, by the position of the WAIT."""
         return self._index.start_of
 
+    @cached_property
+    def waits_of(self) -> Mapping[int, list[int]]:
+        """The positions of the WAITs of each START that has any, in order, by the position of the START."""
+        waits: dict[int, list[int]] = {}
+        for wait, start in self.started.items():
+            waits.setdefault(start, []).append(wait)
+        return waits
+
     def first_reader(self, node: Node | str) -> Node | None:
         """Return the first node that reads a buffer `node` writes, under the same name; None if no node does."""
         node = self.node(node if isinstance(node, str) else node.name)
@@ -306,12 +318,15 @@ class Schedule:
 
     def with_estimates(self, estimates: Mapping[str, Estimate | None]) -> Schedule:
         """Return the schedule with the given estimates, by node name; other nodes keep theirs."""
-        nodes = tuple(
+        return self.with_nodes(
             replace(node, estimate=estimates[node.name]) if node.name in estimates else node for node in self.nodes
         )
-        estimated = replace(self, nodes=nodes, like=self)
-        vars(estimated)["_index"] = self._index  # names and places are the same
-        return estimated
+
+    def with_nodes(self, nodes: Iterable[Node], like: Schedule | None = None) -> Schedule:
+        """Return the schedule with nodes that differ from its own in nothing but estimates. like: as the field."""
+        other = replace(self, nodes=tuple(nodes), like=like or self)
+        vars(other)["_index"] = self._index  # names and places are the same
+        return other
 
 
 def _same(one: object, other: object) -> bool:

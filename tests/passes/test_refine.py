@@ -7,7 +7,7 @@ from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.judge import cost
-from overlapc.passes.refine import refine
+from overlapc.passes.refine import Search, refine
 from overlapc.passes.run import run_pipeline
 from overlapc.schedule.text import parse
 from tests.graphs import check_invariants, check_pass, order_of, schedules
@@ -172,6 +172,20 @@ def test_more_effort_and_more_moves_are_never_worse(schedule):
         costs = [cost(refine(schedule, replace(ctx, **{knob: value}))[0], ctx) for value in values]
         assert costs == sorted(costs, reverse=True)
         assert costs[0] == cost(schedule, ctx)
+
+
+@given(schedules())
+@settings(max_examples=20, deadline=None)
+def test_a_search_that_goes_on_finds_what_one_without_a_pause_finds(schedule):
+    whole, paused = (Search(schedule, FREE) for _ in range(2))
+    whole.run(500)
+    for effort in (0, 1, 7, 100, 500):
+        paused.run(effort)
+    assert whole.best == paused.best
+    assert whole.replays == paused.replays
+    refine(schedule, replace(FREE, effort=500))
+    less, _ = refine(schedule, replace(FREE, effort=7))
+    assert order_of(less) == order_of(refine(replace(schedule), replace(FREE, effort=7))[0])
 
 
 @given(schedules())
