@@ -82,9 +82,15 @@ class Context:
             order = (node.name for node in schedule.nodes)
             return self.late(schedule.moved_from).replace_order(order, reorder_collectives=schedule.collectives_moved)
         like = schedule.like
-        late = None if like is None else self.late(like)
-        known = {} if like is None or late is None else dict(zip(map(id, like.nodes), late.nodes, strict=True))
+        late, known = (None, {}) if like is None else (self.late(like), self._late_nodes(like))
         return schedule.with_nodes([known.get(id(node)) or self._late_node(node) for node in schedule.nodes], late)
+
+    def _late_nodes(self, schedule: Schedule) -> dict[int, Node]:
+        """Return the nodes of `late(schedule)` by the id of the node that each is made of. Cached: many are like it."""
+        late = self.late(schedule)
+        return schedule.fact(
+            "late nodes", lambda: dict(zip(map(id, schedule.nodes), late.nodes, strict=True)), of=self.overlap_margin
+        )
 
     def _late_node(self, node: Node) -> Node:
         if node.comm is None or node.estimate is None:
