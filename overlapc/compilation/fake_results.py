@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from overlapc.fx.stamps import is_plain
-from overlapc.fx.versions import fake_like
+from overlapc.fx.stamps import FakesAlike, is_plain
 
 
 def results_of(gm: GraphModule) -> Callable[..., Any]:
@@ -38,12 +37,9 @@ def results_of(gm: GraphModule) -> Callable[..., Any]:
     def results(*args: Any) -> Any:
         if not all(isinstance(args[at], FakeTensor) for at in given):
             return gm.forward(*args)
-        # Memory that tracing has seen -> a tensor in this call's memory, and how much larger offsets are there.
-        memory = {
-            _storage(value): (args[at], args[at].storage_offset() - value.storage_offset())
-            for at, value in given.items()
-        }
-        mode = args[next(iter(given))].fake_mode
+        fakes = FakesAlike(args[next(iter(given))].fake_mode)
+        for at, value in given.items():
+            fakes.bind(value, args[at])
         tensors: dict[Node, Tensor] = {}  # a tensor that is returned twice is one object
 
         def result(node: Any) -> Any:
@@ -52,9 +48,7 @@ def results_of(gm: GraphModule) -> Callable[..., Any]:
             if node in position:
                 return args[position[node]]
             if node not in tensors:
-                value = node.meta["val"]
-                tensors[node] = fake_like(value, *memory.get(_storage(value), (None, 0)), mode)
-                memory.setdefault(_storage(value), (tensors[node], 0))
+                tensors[node] = fakes.like(node.meta["val"])
             return tensors[node]
 
         return [result(node) for node in returned]
@@ -66,7 +60,3 @@ def _is_pure(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
-
-
-def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata

@@ -97,17 +97,26 @@ def _align_elementwise(reducing: Body, plain: Body) -> tuple[Body, Body] | Refus
         inner = _refined_reductions(reducing.reduction, reducing.reduction)
         assert inner is not None
         return _over(reducing, outer, inner, 0), _over(plain, outer, Refined(inner.sizes, (inner.parts[0], ())), 1)
-    both = _sizes(reducing.loops) + _sizes(reducing.reduction)
-    refined = refine(both, _sizes(plain.loops))
+    aligned = with_reduction_at(reducing, plain, len(reducing.loops))
+    return aligned or Refusal("the loops of one match neither the rows nor the elements of the other's reduction")
+
+
+def with_reduction_at(reducing: Body, plain: Body, place: int) -> tuple[Body, Body] | None:
+    """Return `reducing` and the element-wise `plain` over common loops; None if there are none.
+
+    place: the number of parallel loops of `reducing` that are outside of its reduction in the nest that is `plain`'s.
+    """
+    nest = (*reducing.loops[:place], *reducing.reduction, *reducing.loops[place:])
+    refined = refine(_sizes(nest), _sizes(plain.loops))
     if refined is None:
-        return Refusal("the loops of one match neither the rows nor the elements of the other's reduction")
-    rows = len(reducing.loops)
-    border = sum(len(part) for part in refined.parts[0][:rows])
-    loops = nest_of("p", refined.sizes[:border])
-    reduction = nest_of("r", refined.sizes[border:] or (sympy.S.One,))
-    symbols = [loop.symbol for loop in (*loops, *reduction)]
+        return None
+    reduced = {at for part in refined.parts[0][place : place + len(reducing.reduction)] for at in part}
+    loops = nest_of("p", [size for at, size in enumerate(refined.sizes) if at not in reduced])
+    reduction = nest_of("r", [refined.sizes[at] for at in sorted(reduced)] or [sympy.S.One])
+    rows, columns = iter(loops), iter(reduction)
+    symbols = [next(columns if at in reduced else rows).symbol for at in range(len(refined.sizes))]
     return (
-        with_loops(reducing, refined.replacement((*reducing.loops, *reducing.reduction), 0, symbols), loops, reduction),
+        with_loops(reducing, refined.replacement(nest, 0, symbols), loops, reduction),
         with_loops(plain, refined.replacement(plain.loops, 1, symbols), loops, reduction),
     )
 

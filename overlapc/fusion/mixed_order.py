@@ -13,12 +13,12 @@ This is tried after all fusions that leave loops unchanged.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import sympy
 
 from overlapc.fusion.loop_order import Bytes, scattered_bytes
-from overlapc.fusion.merge import Refusal, merge, nest_of, refine
+from overlapc.fusion.merge import Refusal, merge, with_reduction_at
 from overlapc.ir.body import LOW_PRECISION, TOTALS, Body, Cast, Loop, Reduce, Store, Value, topological
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.rewriting import with_loops
@@ -122,7 +122,9 @@ def _one_reduces(first: Body, second: Body) -> Body | Refusal:
     rows (r, p), or rows of every image in a batch (p, r, p). The place with the fewest loads is the one in which both
     read the same elements at the same time.
     """
-    merged = [merge(*pair) for pair in _over_common_loops(first, second)]
+    reducing, plain = (first, second) if first.reduction else (second, first)
+    places = (with_reduction_at(reducing, plain, place) for place in range(len(reducing.loops)))
+    merged = [merge(*(pair if first is reducing else reversed(pair))) for pair in places if pair is not None]
     found = min((each for each in merged if isinstance(each, Body)), key=_count_loads, default=None)
     if found is not None and _count_loads(found) < _count_loads(first) + _count_loads(second):
         return found
@@ -132,23 +134,3 @@ def _one_reduces(first: Body, second: Body) -> Body | Refusal:
 
 def _count_loads(body: Body) -> int:
     return len({(load.buffer, load.index) for load in body.loads()})
-
-
-def _over_common_loops(first: Body, second: Body) -> Iterator[tuple[Body, Body]]:
-    """Yield both bodies over common loops, for every place that the reduction may have among the parallel loops."""
-    reducing, plain = (first, second) if first.reduction else (second, first)
-    for place in range(len(reducing.loops)):
-        nest = (*reducing.loops[:place], *reducing.reduction, *reducing.loops[place:])
-        refined = refine([loop.size for loop in nest], [loop.size for loop in plain.loops])
-        if refined is None:
-            continue
-        reduced = {at for part in refined.parts[0][place : place + len(reducing.reduction)] for at in part}
-        loops = nest_of("p", [size for at, size in enumerate(refined.sizes) if at not in reduced])
-        reduction = nest_of("r", [size for at, size in enumerate(refined.sizes) if at in reduced])
-        rows, columns = iter(loops), iter(reduction)
-        symbols = [next(columns if at in reduced else rows).symbol for at in range(len(refined.sizes))]
-        over = [
-            with_loops(body, refined.replacement(loops_of_body, which, symbols), loops, reduction)
-            for which, (body, loops_of_body) in enumerate(((reducing, nest), (plain, plain.loops)))
-        ]
-        yield (over[0], over[1]) if first.reduction else (over[1], over[0])

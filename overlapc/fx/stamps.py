@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
 from overlapc.fx.arguments import declared_arguments, is_written
@@ -118,6 +118,27 @@ class Names:
             meta["custom"] = renamed
 
 
+class FakesAlike:
+    """Makes fake tensors like traced ones: two share memory if and only if the traced ones do."""
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        """mode: of the tensors to make; default: that of each traced one."""
+        self._mode = mode
+        # Storage of a traced tensor -> a tensor in the storage made for it, and how much larger offsets are there.
+        self._memory: dict[int, tuple[Tensor | None, Any]] = {}
+
+    def bind(self, traced: Tensor, given: Tensor) -> None:
+        """Take `given` for `traced`, and its memory for that of `traced`."""
+        self._memory[traced.untyped_storage()._cdata] = given, given.storage_offset() - traced.storage_offset()
+
+    def like(self, traced: FakeTensor) -> FakeTensor:
+        memory = traced.untyped_storage()._cdata
+        base, shift = self._memory.get(memory, (None, 0))
+        made = fake_like(traced, base, shift, self._mode)
+        self._memory.setdefault(memory, (made, 0))
+        return made
+
+
 class Stamp:
     """One copy of a traced block: its forward, and then its backward, each appended to a graph."""
 
@@ -125,8 +146,7 @@ class Stamp:
         """number: identifies this copy among all copies."""
         self._block, self._names, self._number = block, names, number
         self._copies: dict[fx.Node, fx.Node] = {}
-        # Storage of the traced block -> a tensor in the storage of the copy, and how much larger offsets are there.
-        self._memory: dict[int, tuple[Tensor, int]] = {}
+        self._fakes = FakesAlike()
 
     def forward(self, graph: fx.Graph, operands: Sequence[fx.Node]) -> list[fx.Node]:
         """Append forward to `graph`; return its results."""
@@ -144,8 +164,7 @@ class Stamp:
 
     def _bind(self, traced: fx.Node, given: fx.Node) -> None:
         self._copies[traced] = given
-        theirs, ours = traced.meta["val"], given.meta["val"]
-        self._memory[theirs.untyped_storage()._cdata] = ours, ours.storage_offset() - theirs.storage_offset()
+        self._fakes.bind(traced.meta["val"], given.meta["val"])
 
     def _append(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
@@ -156,15 +175,9 @@ class Stamp:
                 copied.meta[_CHECKPOINT] = (self._number, copied.meta[_CHECKPOINT])
 
     def _value(self, value: Any) -> Any:
-        """Return fake tensors like the traced ones: two share memory if and only if the traced ones do."""
         if isinstance(value, list | tuple):
             return type(value)(map(self._value, value))
-        if not isinstance(value, FakeTensor):
-            return value
-        memory = value.untyped_storage()._cdata
-        made = fake_like(value, *self._memory.get(memory, (None, 0)))
-        self._memory.setdefault(memory, (made, 0))
-        return made
+        return self._fakes.like(value) if isinstance(value, FakeTensor) else value
 
 
 def number_checkpoints(graph: fx.Graph) -> None:
