@@ -87,10 +87,8 @@ class Context:
 
     def _late_nodes(self, schedule: Schedule) -> dict[int, Node]:
         """Return the nodes of `late(schedule)` by the id of the node that each is made of. Cached: many are like it."""
-        late = self.late(schedule)
-        return schedule.fact(
-            "late nodes", lambda: dict(zip(map(id, schedule.nodes), late.nodes, strict=True)), of=self.overlap_margin
-        )
+        pairs = zip(map(id, schedule.nodes), self.late(schedule).nodes, strict=True)
+        return schedule.fact("late nodes", lambda: dict(pairs), of=self.overlap_margin)
 
     def _late_node(self, node: Node) -> Node:
         if node.comm is None or node.estimate is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from overlapc.passes.base import Context
@@ -27,7 +27,7 @@ from overlapc.passes.raise_under_memory import raise_under_memory
 from overlapc.passes.sink_under_memory import sink_under_memory
 from overlapc.passes.sink_waits import sink_waits
 from overlapc.schedule.collective_kinds import KINDS
-from overlapc.schedule.model import Kind, Node, Schedule
+from overlapc.schedule.model import Buffer, Kind, Node, Schedule
 
 # A collective that is exposed for less than this share of the step is left alone.
 WORTH_IT = 0.0005
@@ -86,7 +86,13 @@ class _Window:
         low, high = max(0, first - AROUND), min(len(ordered.nodes), waits.get(at, [at])[-1] + 1 + AROUND)
         around = enumerate(ordered.nodes[low:high], low)
         nodes = tuple(node for p, node in around if node.kind is not Kind.START or waits.get(p, [high])[0] < high)
-        window = replace(ordered, nodes=nodes, outputs=(), moved_from=None, collectives_moved=False, like=ordered)
+        buffers: dict[str, Buffer] = {}  # not those of the whole graph: its inputs would count as host time
+        for used in (used for node in nodes for used in (*node.reads, *node.writes)):
+            alias: str | None = used
+            while alias is not None and alias not in buffers:
+                buffers[alias] = ordered.buffers[alias]
+                alias = buffers[alias].alias_of
+        window = Schedule(ordered.name, nodes, buffers, like=ordered)
         return cls(window, window.position(name), members, sends_results, ctx, BucketCost(ctx, members[0]))
 
     def best_cuts(self, most_nodes: int) -> frozenset[int]:
