@@ -26,7 +26,7 @@ from pathlib import Path
 
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.simulator.lower_bound import LowerBound, lower_bound
-from overlapc.estimators.simulator.machine import Machine, costs_of
+from overlapc.estimators.simulator.machine import Costs, Machine, costs_of
 from overlapc.estimators.simulator.native import Simulated, simulated
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Schedule
 
@@ -139,22 +139,27 @@ def simulated_ns(schedule: Schedule, profile: DeviceProfile, nodes: Sequence[int
     return machine.now
 
 
-def simulate(schedule: Schedule, profile: DeviceProfile = IDEAL, cache_dir: Path | None = None) -> Timeline:
-    """Simulate `schedule` in its present order. Nodes without an estimate take no time and are in `unknown`.
-
-    cache_dir: as in `Context`.
-    """
-    count = len(schedule.nodes)
-    late = [(wait, start) for wait, start in schedule.started.items() if wait < start]
-    assert not late, f"{schedule.nodes[late[0][0]].name} is before {schedule.nodes[late[0][1]].name}, its start"
-    costs = costs_of(schedule, profile)
+def replay(costs: Costs, cache_dir: Path | None) -> Simulated:
+    """Simulate all nodes in the order of `costs`; in Python if there is no C compiler."""
     found = simulated(costs, cache_dir)
     if found is None:
+        count = len(costs.ns)
         machine = Machine(costs, [0.0] * count, [0.0] * count)
         machine.run(range(count))
         machine.finish()
         exposed = [machine.exposed.get(at, 0.0) for at in range(count)]
         found = Simulated(machine.start, machine.end, exposed, machine.now, machine.idle)
+    return found
+
+
+def simulate(schedule: Schedule, profile: DeviceProfile = IDEAL, cache_dir: Path | None = None) -> Timeline:
+    """Simulate `schedule` in its present order. Nodes without an estimate take no time and are in `unknown`.
+
+    cache_dir: as in `Context`.
+    """
+    late = [(wait, start) for wait, start in schedule.started.items() if wait < start]
+    assert not late, f"{schedule.nodes[late[0][0]].name} is before {schedule.nodes[late[0][1]].name}, its start"
+    found = replay(costs_of(schedule, profile), cache_dir)
     return Timeline(
         schedule, profile, tuple(found.start_ns), tuple(found.end_ns), found.step_ns,
         collectives={

@@ -45,7 +45,7 @@ class Context:
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
     reorder_collectives: bool = False  # let a start pass independent starts of its group, where that pays off
     overlap_margin: float = 1.0
-    effort: int = 40_000  # replays that a search may use, about 0.02 ms each; long replays count more
+    effort: int = 40_000  # replays that a search may use, about 0.005 ms each; long replays count more
     stop_after: str | None = None  # "PASS" or "PASS:MOVES"; see bisect.py
     most_moves: int | None = None  # set by the runner for stop_after="PASS:MOVES"; see PassReport.counted
     estimate: Callable[[Node], Estimate | None] | None = None
@@ -83,14 +83,15 @@ class Context:
             return self.late(schedule.moved_from).replace_order(order, reorder_collectives=schedule.collectives_moved)
         like = schedule.like
         late, known = (None, {}) if like is None else (self.late(like), self._late_nodes(like))
-        return schedule.with_nodes([known.get(id(node)) or self._late_node(node) for node in schedule.nodes], late)
+        return schedule.with_nodes([known.get(id(node)) or self.late_node(node) for node in schedule.nodes], late)
 
     def _late_nodes(self, schedule: Schedule) -> dict[int, Node]:
         """Return the nodes of `late(schedule)` by the id of the node that each is made of. Cached: many are like it."""
         pairs = zip(map(id, schedule.nodes), self.late(schedule).nodes, strict=True)
         return schedule.fact("late nodes", lambda: dict(pairs), of=self.overlap_margin)
 
-    def _late_node(self, node: Node) -> Node:
+    def late_node(self, node: Node) -> Node:
+        """Return `node` with its estimate times `overlap_margin` if it is a collective."""
         if node.comm is None or node.estimate is None:
             return node
         return replace(node, estimate=Estimate(node.estimate.ns * self.overlap_margin, node.estimate.source))

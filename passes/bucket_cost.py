@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from overlapc.passes.base import Context
 from overlapc.passes.merging import merged_node
 from overlapc.schedule.model import Comm, Estimate, Node
-
-
-@dataclass(slots=True)
-class Sum:
-    """What the estimate of a bucket is computed from; members are added one by one."""
-
-    first: Node | None = None
-    count: int = 0
-    bytes: int = 0
-    apart_ns: float = 0.0  # all members, unmerged, one after the other
-    longest_ns: float = 0.0
-    known: bool = True
-
-    @classmethod
-    def of(cls, nodes: Iterable[Node]) -> Sum:
-        """Return the sum over several nodes."""
-        total = cls()
-        for node in nodes:
-            total.add(node)
-        return total
-
-    def add(self, node: Node) -> None:
-        """Add one member."""
-        self.first = self.first or node
-        self.count += 1
-        self.bytes += comm_of(node).bytes
-        self.apart_ns += ns_of(node)
-        self.longest_ns = max(self.longest_ns, ns_of(node))
-        self.known &= node.estimate is not None
 
 
 class BucketCost:
@@ -47,25 +18,20 @@ class BucketCost:
         self._ctx = ctx
         self.latency_ns = self._latency_ns(one)
 
-    def estimate(self, total: Sum) -> Estimate | None:
+    def estimate(self, members: Sequence[Node]) -> Estimate | None:
         """Return the estimator's answer, else the members' sum minus saved latencies; None if a member is unknown."""
-        first = total.first
-        if first is None or not total.known:
+        known = [member.estimate for member in members if member.estimate is not None]
+        if len(known) < len(members):
             return None
-        assert first.estimate is not None
-        if total.count == 1:
-            return first.estimate
-        answer = self._asked(first, total.bytes)
+        if len(members) == 1:
+            return known[0]
+        apart_ns = sum(estimate.ns for estimate in known)
+        answer = self._asked(members[0], sum(comm_of(member).bytes for member in members))
         if answer is not None:
-            each_ns = (total.count - 1) * self._ctx.profile.coalesced_tensor_ns
-            return Estimate(min(answer.ns + each_ns, total.apart_ns), answer.source)
-        saved_ns = (total.count - 1) * self.latency_ns
-        return Estimate(max(total.longest_ns, total.apart_ns - saved_ns), first.estimate.source)
-
-    def ns(self, total: Sum) -> float:
-        """Return the estimate in ns, 0 if it is unknown."""
-        estimate = self.estimate(total)
-        return 0.0 if estimate is None else estimate.ns
+            each_ns = (len(members) - 1) * self._ctx.profile.coalesced_tensor_ns
+            return Estimate(min(answer.ns + each_ns, apart_ns), answer.source)
+        saved_ns = (len(members) - 1) * self.latency_ns
+        return Estimate(max(*(estimate.ns for estimate in known), apart_ns - saved_ns), known[0].source)
 
     def _latency_ns(self, one: Node) -> float:
         """Return the part of a collective's time that is independent of its bytes. It grows with the group: 1,023
@@ -84,13 +50,13 @@ def bucket_node(members: Sequence[Node], payload: Any, cost: BucketCost) -> Node
     """Return one launch of all `members`; a single member is returned itself."""
     if len(members) == 1:
         return members[0]
-    comm, total = comm_of(members[0]), Sum.of(members)
+    comm, node = comm_of(members[0]), merged_node(members, payload)
     dtypes = {comm_of(member).dtype for member in members}
-    node = merged_node(members, payload)
+    size_bytes = sum(comm_of(member).bytes for member in members)
     return replace(
         node,
-        comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
-        estimate=cost.estimate(total),
+        comm=replace(comm, bytes=size_bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
+        estimate=cost.estimate(members),
         origin=replace(node.origin, module=comm.unit),
     )
 

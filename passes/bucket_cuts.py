@@ -14,20 +14,20 @@ ordered again, is shorter; then the procedure repeats for the collectives that a
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
+from overlapc.estimators.simulator.machine import NodeCosts, costs_of
+from overlapc.estimators.timeline import replay
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
-from overlapc.passes.judge import cost
-from overlapc.passes.merging import with_merged
 from overlapc.passes.plan_overlap import plan_overlap
 from overlapc.passes.raise_under_memory import raise_under_memory
 from overlapc.passes.sink_under_memory import sink_under_memory
 from overlapc.passes.sink_waits import sink_waits
 from overlapc.schedule.collective_kinds import KINDS
-from overlapc.schedule.model import Buffer, Kind, Node, Schedule
+from overlapc.schedule.model import Kind, Node, Schedule
 
 # A collective that is exposed for less than this share of the step is left alone.
 WORTH_IT = 0.0005
@@ -55,68 +55,79 @@ def cuts(ordered: Schedule, members: Mapping[str, Sequence[Node]], ctx: Context)
     for name in sorted(members, key=lambda name: -exposed[name]):
         if exposed[name] < WORTH_IT * timeline.step_ns:
             break
-        window = _Window.of(ordered, name, members[name], ctx)
+        window = _Window(ordered, name, members[name], ctx)
         begins = window.best_cuts(nodes_left)
         nodes_left -= window.nodes_replayed
         firsts.update(members[name][at].name for at in begins)
     return frozenset(firsts)
 
 
-@dataclass
 class _Window:
-    """A bucket and the nodes around it, as a schedule of its own."""
+    """A bucket and the nodes around it. Nodes are positions in `ordered`."""
 
-    schedule: Schedule
-    at: int  # position of the bucket
-    members: Sequence[Node]
-    sends_results: bool  # whether the collectives are reductions, not gathers
-    ctx: Context
-    cost: BucketCost
-    nodes_replayed: int = 0
-    parts: dict[tuple[int, int], Node] = field(default_factory=dict)  # the bucket of members from one to another
-
-    @classmethod
-    def of(cls, ordered: Schedule, name: str, members: Sequence[Node], ctx: Context) -> _Window:
+    def __init__(self, ordered: Schedule, name: str, members: Sequence[Node], ctx: Context) -> None:
         """Take the nodes from the first producer of the bucket's inputs to its last wait, and a layer on both sides,
         without collectives whose waits come later: a replay would wait for them at its end."""
-        waits = ordered.waits_of
-        at, sends_results = ordered.position(name), not KINDS[comm_of(members[0]).collective].brings_inputs
-        makers = (ordered.producers.get(read) for member in members for read in member.reads)
-        first = min((maker for maker in makers if maker is not None), default=at) if sends_results else at
-        low, high = max(0, first - AROUND), min(len(ordered.nodes), waits.get(at, [at])[-1] + 1 + AROUND)
-        around = enumerate(ordered.nodes[low:high], low)
-        nodes = tuple(node for p, node in around if node.kind is not Kind.START or waits.get(p, [high])[0] < high)
-        buffers: dict[str, Buffer] = {}  # not those of the whole graph: its inputs would count as host time
-        for used in (used for node in nodes for used in (*node.reads, *node.writes)):
-            alias: str | None = used
-            while alias is not None and alias not in buffers:
-                buffers[alias] = ordered.buffers[alias]
-                alias = buffers[alias].alias_of
-        window = Schedule(ordered.name, nodes, buffers, like=ordered)
-        return cls(window, window.position(name), members, sends_results, ctx, BucketCost(ctx, members[0]))
+        self.members, self.ctx, self.cost = members, ctx, BucketCost(ctx, members[0])
+        self.bucket, waits_of = ordered.position(name), ordered.waits_of
+        made = [[ordered.producers.get(read, -1) for read in member.reads] for member in members]
+        if KINDS[comm_of(members[0]).collective].brings_inputs:
+            made = [[self.bucket - 1]] * len(members)  # cut gathers start where their bucket did
+        first = min((at for makers in made for at in makers if at >= 0), default=self.bucket)
+        last = waits_of.get(self.bucket, [self.bucket])[-1]
+        low, high = max(0, first - AROUND), min(len(ordered.nodes), last + 1 + AROUND)
+        late = (at for at in range(low, high) if waits_of.get(at, [high])[0] >= high)
+        dropped = {at for at in late if ordered.nodes[at].kind is Kind.START}
+        self.places = [at for at in range(low, high) if at not in dropped]
+        self.ready = [self.places[bisect_left(self.places, 1 + max(makers))] for makers in made]  # by member
+        self.started = {at: ordered.started[at] for at in self.places if at in ordered.started}
+        written_by = {ordered.root(made): index for index, member in enumerate(members) for made in member.writes}
+        waits = [at for at, start in self.started.items() if start == self.bucket]
+        roots = {at: map(ordered.root, ordered.nodes[at].reads) for at in waits}
+        self.awaits = {at: next(written_by[root] for root in roots[at] if root in written_by) for at in waits}
+        clocks = [ordered] if ctx.overlap_margin == 1 else [ordered, ctx.late(ordered)]
+        self.clocks = [costs_of(clock, ctx.profile) for clock in clocks]
+        self.nodes_replayed = 0
+        self.parts: dict[
+            tuple[int, int], tuple[NodeCosts, ...]
+        ] = {}  # the bucket of members from one to another, by clock
 
     def best_cuts(self, most_nodes: int) -> frozenset[int]:
         """Return the indices of members that should begin a new bucket: the best cut is added until none helps."""
         begins: frozenset[int] = frozenset()
-        best = cost(self.schedule, self.ctx)
+        best = self._cost(begins)
         step = -(-len(self.members) // MOST_PLACES)
         while True:
             tried = []
             for at in range(step, len(self.members), step):
                 if at not in begins and self.nodes_replayed < most_nodes:
-                    tried.append((cost(self._cut(begins | {at}), self.ctx), begins | {at}))
+                    tried.append((self._cost(begins | {at}), begins | {at}))
+                    self.nodes_replayed += len(self.places)
             if not tried or min(tried, key=lambda cut: cut[0])[0] >= best:
                 return begins
             best, begins = min(tried, key=lambda cut: cut[0])
 
-    def _cut(self, begins: frozenset[int]) -> Schedule:
-        """Cut the bucket. Gathers start where it did, in sequence; reductions where their last gradient is made."""
-        inserted: dict[int, list[Node]] = {}
-        for edges in itertools.pairwise((0, *sorted(begins), len(self.members))):
-            part, at = self.members[slice(*edges)], self.at
-            if self.sends_results:
-                at = max(self.schedule.producers.get(read, -1) + 1 for member in part for read in member.reads)
-            node = self.parts[edges] = self.parts.get(edges) or bucket_node(part, None, self.cost)
-            inserted.setdefault(at, []).append(node)
-        self.nodes_replayed += len(self.schedule.nodes)
-        return with_merged(self.schedule, inserted, {self.at}, {})
+    def _cost(self, begins: frozenset[int]) -> tuple[float, float]:
+        """Return `judge.cost` with the bucket cut. A part starts where the last of its members can."""
+        cut = list(itertools.pairwise((0, *sorted(begins), len(self.members))))
+        inserted: dict[int, list[int]] = {}
+        part_of: list[int] = []  # by member; part i is node -1 - i
+        for number, edges in enumerate(cut):
+            at = max(self.ready[slice(*edges)]) if begins else self.bucket
+            inserted.setdefault(at, []).append(-1 - number)
+            part_of += [-1 - number] * (edges[1] - edges[0])
+        order: list[int] = []
+        for at in self.places:
+            order += (*inserted.get(at, ()), at) if at != self.bucket else inserted.get(at, ())
+        started = {**self.started, **{wait: part_of[member] for wait, member in self.awaits.items()}}
+        parts = zip(*(self._part(edges) for edges in cut), strict=True)  # by clock
+        clocks = (costs.of_order(order, started, part) for costs, part in zip(self.clocks, parts, strict=True))
+        replays = [replay(clock, self.ctx.cache_dir) for clock in clocks]
+        return replays[0].step_ns + replays[-1].step_ns, sum(replays[0].exposed_ns)
+
+    def _part(self, edges: tuple[int, int]) -> tuple[NodeCosts, ...]:
+        if edges not in self.parts:
+            node = bucket_node(self.members[slice(*edges)], None, self.cost)
+            late = [clock.of_node(self.ctx.late_node(node)) for clock in self.clocks[1:]]
+            self.parts[edges] = self.clocks[0].of_node(node), *late
+        return self.parts[edges]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from overlapc.passes.base import Context, PassReport
-from overlapc.passes.bucket_cost import BucketCost, Sum, bucket_node, comm_of
+from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
 from overlapc.passes.bucket_places import Bucket, Places
 from overlapc.passes.merging import with_merged
 from overlapc.passes.reasons import Reason
@@ -105,16 +105,18 @@ class Round:
         Not more, so that the next bucket can be transferred while the compute that needs this one runs.
         """
         number = {at: number for number, at in enumerate(self.ours)}
-        most_ns = LATENCY_BOUND * self.cost.latency_ns
         joined: list[list[int]] = []
         for run in runs:
-            if (joined and number[joined[-1][-1]] + 1 == number[run[0]]) and all(
-                0 < self.cost.ns(Sum.of(self.nodes[at] for at in members)) <= most_ns for members in (joined[-1], run)
-            ):
+            follows = joined and number[joined[-1][-1]] + 1 == number[run[0]]
+            if follows and self._is_latency(joined[-1]) and self._is_latency(run):
                 joined[-1] = [*joined[-1], *run]
             else:
                 joined.append(run)
         return joined
+
+    def _is_latency(self, run: Sequence[int]) -> bool:
+        estimate = self.cost.estimate([self.nodes[at] for at in run])
+        return estimate is not None and 0 < estimate.ns <= LATENCY_BOUND * self.cost.latency_ns
 
     # The merged nodes
 

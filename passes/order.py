@@ -36,28 +36,28 @@ class Order:
     def __init__(self, schedule: Schedule, ctx: Context, clocks: Sequence[Schedule] = ()) -> None:
         self.schedule = schedule
         self._memory = MemoryTimeline(schedule, check=ctx.check_memory)
-        self._replays = [replay_of(clock, ctx.profile, ctx.cache_dir) for clock in clocks]
+        self.replays = [replay_of(clock, ctx.profile, ctx.cache_dir) for clock in clocks]
         self.order, self.position = self._memory.order, self._memory.position
         deps = dependencies.of(schedule)
-        self._preds: list[list[int]] = [[] for _ in self.order]
-        self._succs: list[list[int]] = [[] for _ in self.order]
+        self.preds: list[list[int]] = [[] for _ in self.order]
+        self.succs: list[list[int]] = [[] for _ in self.order]
         for before, after, why in deps.edges():
             if not (ctx.reorder_collectives and why is Why.COLLECTIVE_ORDER):
-                self._preds[after].append(before)
-                self._succs[before].append(after)
-        self._fixed = [not _is_known(schedule, at) for at in range(len(schedule.nodes))]
+                self.preds[after].append(before)
+                self.succs[before].append(after)
+        self.fixed = [not _is_known(schedule, at) for at in range(len(schedule.nodes))]
         # No replay can tell whether a collective of unknown duration is hidden, so nothing moves past it.
-        self._blocking = {at for at in self.order if self._fixed[at] and schedule.nodes[at].kind not in COMPUTE}
+        self.blocking = {at for at in self.order if self.fixed[at] and schedule.nodes[at].kind not in COMPUTE}
 
     @property
     def timings(self) -> tuple[Timing, ...]:
         """The timings of the present order, one for each clock."""
-        return tuple(replay.timing for replay in self._replays)
+        return tuple(replay.timing for replay in self.replays)
 
     @property
     def blocks_replayed(self) -> int:
         """The cost of all timings queried so far: the number of replayed blocks, each of a fixed number of nodes."""
-        return sum(replay.blocks_replayed for replay in self._replays)
+        return sum(replay.blocks_replayed for replay in self.replays)
 
     # Moves
 
@@ -70,17 +70,17 @@ class Order:
             return None
         low, high = min(at, to), max(at, to)
         window = self.order[low : high + 1]
-        if not self._blocking.isdisjoint(window):
+        if not self.blocking.isdisjoint(window):
             return None
         # Nodes that `node` needs are all before it, and nodes that need it are behind it: one walk finds all of them.
-        edges = self._preds if distance < 0 else self._succs
+        edges = self.preds if distance < 0 else self.succs
         moving: list[int] = []
         staying: list[int] = []
         along = {node}
         for other in reversed(window) if distance < 0 else window:
             if other not in along:
                 staying.append(other)
-            elif self._fixed[other] or len(moving) == most:
+            elif self.fixed[other] or len(moving) == most:
                 return None
             else:
                 moving.append(other)
@@ -93,11 +93,11 @@ class Order:
         low, high = sorted((self.position[one], self.position[other]))
         first, last = self.order[low], self.order[high]
         window = self.order[low : high + 1]
-        if first == last or self._fixed[first] or self._fixed[last] or not self._blocking.isdisjoint(window):
+        if first == last or self.fixed[first] or self.fixed[last] or not self.blocking.isdisjoint(window):
             return None
-        if any(low < self.position[after] <= high for after in self._succs[first]):
+        if any(low < self.position[after] <= high for after in self.succs[first]):
             return None
-        if any(low <= self.position[before] < high for before in self._preds[last]):
+        if any(low <= self.position[before] < high for before in self.preds[last]):
             return None
         return Move(low, [last, *window[1:-1], first])
 
@@ -116,12 +116,12 @@ class Order:
 
     def timings_with(self, move: Move) -> Iterator[Timing]:
         """Yield what `timings` would be if the move were made; each replay runs when its timing is requested."""
-        return (replay.try_window(move.low, move.nodes) for replay in self._replays)
+        return (replay.try_window(move.low, move.nodes) for replay in self.replays)
 
     def make(self, move: Move) -> None:
         """Make a move. Nearly free if it is the move that was queried last."""
         self._memory.apply(move.low, move.nodes)
-        for replay in self._replays:
+        for replay in self.replays:
             replay.apply(move.low, move.nodes)
 
 

@@ -13,7 +13,8 @@ exchange places (no single move leads there if the time beside both collectives 
 alternate until both gain nothing twice in a row.
 
 Times are those at the device clock that the incoming order leads to (`clock_under_load.py`). Effort is a number of
-replays, never a time, so ranks agree; a search with more effort begins with the same moves, so it is never worse.
+replays, never a time, so ranks agree; a search with more effort begins with the same moves, so it is never worse. With
+a C compiler the search runs in C (`search.c` of the simulator), by the rules of this file, with the same moves.
 
 Keeps: data dependences, the memory limit, and the order of collectives on each process group unless it may change.
 """
@@ -23,11 +24,14 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 
 from overlapc.estimators.simulator.clock_under_load import estimates_at_load
 from overlapc.estimators.simulator.incremental import Timing
+from overlapc.estimators.simulator.native import NativeReplay
+from overlapc.estimators.simulator.native_search import NativeSearch
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.bucket_cost import ns_of
 from overlapc.passes.order import Move, Order
@@ -90,7 +94,7 @@ class Search:
     """The search. Nodes are positions in the incoming schedule."""
 
     def __init__(self, schedule: Schedule, ctx: Context, seed: int = SEED) -> None:
-        self.limit = ctx.limit_bytes(schedule)
+        self.limit, self.checked = ctx.limit_bytes(schedule), ctx.check_memory
         self.final = ctx.final_bytes
         memory = analyze(schedule)
         self.peak_without_gain = min(self.limit, memory.peak_bytes)
@@ -122,8 +126,27 @@ class Search:
     def run(self, effort: int) -> None:
         """Search until this much effort is used up since the search began. A later call goes on from there."""
         self.effort = effort
-        while self.made != self.most_moves and self._used() < effort and next(self._tries, False):
-            pass
+        if self._in_c is None:
+            while self.made != self.most_moves and self._used() < effort and next(self._tries, False):
+                pass
+            return
+        found = self._in_c.run(effort, self.most_moves)
+        self.now = _Times(found.step_ns, found.both_ns, found.exposed_ns)
+        self.made, self.proposals, self.replays = found.made, found.proposals, found.replays
+        self._best = found.best[: len(self.order.order)] if found.best else None
+
+    @cached_property
+    def _in_c(self) -> NativeSearch | None:
+        """The same search in C, made when it first runs; None without a compiler, or if memory is checked."""
+        replays = [replay for replay in self.order.replays if isinstance(replay, NativeReplay)]
+        if self.checked or not replays:
+            return None
+        rules = {
+            "collectives_share": COLLECTIVES_SHARE, "powers": POWERS, "most_together": MOST_TOGETHER,
+            "worth_repeating": WORTH_REPEATING, "rounds_without_gain": ROUNDS_WITHOUT_GAIN,
+            "proposals_per_replay": PROPOSALS_PER_REPLAY, "blocks_per_replay": BLOCKS_PER_REPLAY,
+        }  # fmt: skip
+        return NativeSearch(self, replays, rules)
 
     def _used(self) -> float:
         blocks = (self.order.blocks_replayed - self.blocks_before) / BLOCKS_PER_REPLAY

@@ -12,9 +12,10 @@ their number.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
@@ -52,7 +53,9 @@ class StepKind(IntEnum):
     COMM = 4
 
 
-class _NodeCosts(NamedTuple):
+class NodeCosts(NamedTuple):
+    """The properties of a node that a simulation needs."""
+
     node: Node
     step: int
     ns: float
@@ -76,31 +79,48 @@ class Costs:
         self._traffic_ids: dict[Traffic, int] = {} if known is None else known._traffic_ids
         self._mixes: dict[tuple[int, ...], dict[int, Mix]] = {} if known is None else known._mixes
         self._beside: dict[tuple[int | None, ...], tuple[tuple[int, ...], tuple[int, ...], dict[int, Mix]]] = {}
-        self._of: dict[str, _NodeCosts] = {} if known is None else dict(known._of)
+        self._of: dict[str, NodeCosts] = {} if known is None else dict(known._of)
         seen = self._of
         found = [
-            costs if (costs := seen.get(node.name)) is not None and costs.node is node else self._node(node)
+            costs if (costs := seen.get(node.name)) is not None and costs.node is node else self.of_node(node)
             for node in schedule.nodes
         ]
-        self.ns = [costs.ns for costs in found]
-        self.load = [costs.load for costs in found]
-        self.traffic = [costs.traffic for costs in found]
-        self.step = [costs.step for costs in found]
-        self.waits_for: Mapping[int, int] = schedule.started
-        for wait in self.waits_for:
-            self.step[wait] = int(StepKind.WAIT)
-        names = sorted({costs.queue for costs in found} | {""})
-        number = {name: queue for queue, name in enumerate(names)}  # the same in every order
-        self.queue = [number[costs.queue] for costs in found]
-        self.queues = len(names)
         self.launch_ns = on_grid(profile.launch_ns)
         self.gap_ns = on_grid(profile.kernel_gap_ns)
+        self._set_order(found, schedule.started)
+
+    def of_order(self, order: Sequence[int], started: Mapping[int, int], new: Sequence[NodeCosts]) -> Costs:
+        """Return the costs of another order: some of these nodes, given by position, and new ones; -1 - i is new[i].
+
+        started: wait -> its start.
+        """
+        other = copy.copy(self)
+        other._beside = {}
+        number = {at: index for index, at in enumerate(order)}
+        waits_for = {number[wait]: number[start] for wait, start in started.items() if start in number}
+        other._set_order([self.order[at] if at >= 0 else new[-1 - at] for at in order], waits_for)
+        return other
+
+    def _set_order(self, order: Sequence[NodeCosts], waits_for: Mapping[int, int]) -> None:
+        self.order = order
+        self.ns = [costs.ns for costs in order]
+        self.load = [costs.load for costs in order]
+        self.traffic = [costs.traffic for costs in order]
+        self.step = [costs.step for costs in order]
+        self.waits_for = waits_for
+        for wait in waits_for:
+            self.step[wait] = int(StepKind.WAIT)
+        names = sorted({costs.queue for costs in order} | {""})
+        number = {name: queue for queue, name in enumerate(names)}  # the same in every order
+        self.queue = [number[costs.queue] for costs in order]
+        self.queues = len(names)
 
     def is_collective(self, at: int) -> bool:
         """Whether the node at a position runs on a queue."""
         return self.step[at] in (StepKind.START, StepKind.COMM)
 
-    def _node(self, node: Node) -> _NodeCosts:
+    def of_node(self, node: Node) -> NodeCosts:
+        """Return the costs of one node, which need not be in the schedule."""
         ns = on_grid(node.estimate.ns) if node.estimate is not None else 0.0
         load = traffic = _NOTHING
         kind = node.kind
@@ -112,8 +132,8 @@ class Costs:
             traffic = _number(traffic_of(node, self.profile), self._traffic_ids, self.traffics)
             ns = on_grid(ns + self.profile.collective_gap_ns) if node.estimate is not None else ns
         else:
-            step = StepKind.NOTHING  # also for a wait; `__init__` sets WAIT if the schedule has its start
-        found = self._of[node.name] = _NodeCosts(node, int(step), ns, load, traffic, node.queue)
+            step = StepKind.NOTHING  # also for a wait; `_set_order` sets WAIT if the schedule has its start
+        found = self._of[node.name] = NodeCosts(node, int(step), ns, load, traffic, node.queue)
         return found
 
     def mix(self, load: int, traffics: tuple[int, ...]) -> Mix:

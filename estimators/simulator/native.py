@@ -1,4 +1,5 @@
 """The simulator in C (`replay.c`), built once per machine and cached with the kernels; some 30 times as fast as Python.
+The same library contains the search of `passes/refine.py` (`search.c`; native_search.py).
 
 Its results are bitwise equal to those of `machine.py` and `incremental.Replay`, so ranks agree on plans even if only
 some of them have a compiler. Without a compiler the simulation runs in Python.
@@ -25,12 +26,13 @@ from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.toolchain import compile_error, find_compiler
 from overlapc.schedule.model import Schedule
 
-_SOURCE = Path(__file__).with_name("replay.c")
+_SOURCE = Path(__file__).with_name("search.c")  # it includes replay.c
 # Without contraction to fused multiply-add, times equal those of Python's floats.
 _FLAGS = ("-x", "c", "-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 _log = logging.getLogger("overlapc")
 
-_Ints, _Doubles = ctypes.c_void_p, ctypes.c_void_p  # addresses of arrays
+_Address = ctypes.c_void_p
+_Ints, _Doubles = _Address, _Address  # of arrays
 _ASK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double))
 
 
@@ -79,31 +81,28 @@ class NativeReplay(Moves):
 
     def __init__(self, library: ctypes.CDLL, schedule: Schedule, profile: DeviceProfile, *, block: int = BLOCK) -> None:
         super().__init__(len(schedule.nodes))
-        self._library, self._facts = library, _Facts(costs_of(schedule, profile))
-        self._replay = library.replay_new(*self._facts.arguments, block)
-        self._tried: tuple[int, list[int], Timing] | None = None
-        self._end = weakref.finalize(self, library.replay_free, self._replay)
-        self.timing = self._noted(library.replay_now(self._replay))
+        self.library, self._facts = library, _Facts(costs_of(schedule, profile))
+        self.pointer = library.replay_new(*self._facts.arguments, block)
+        self._end = weakref.finalize(self, library.replay_free, self.pointer)
+        self.timing = self._noted(library.replay_now(self.pointer))
 
     def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
         """See `Moves.try_window`."""
-        nodes = list(nodes)
-        if self._tried is not None and self._tried[:2] == (low, nodes):
-            return self._tried[2]
         window = array("i", nodes)
-        found = self._library.replay_try(self._replay, low, window.buffer_info()[0], len(window))
-        self._tried = low, nodes, self._noted(found)
-        return self._tried[2]
+        return self._noted(self.library.replay_try(self.pointer, low, window.buffer_info()[0], len(window)))
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
         """See `Moves.apply`."""
         self.try_window(low, nodes)
-        self.timing = self._noted(self._library.replay_apply(self._replay))
-        self._tried = None
+        self.timing = self._noted(self.library.replay_apply(self.pointer))
         self._put(low, nodes)
 
-    def _noted(self, found: Any) -> Timing:
+    def raise_error(self) -> None:
+        """Raise the error of a call from C, if there was one."""
         self._facts.mixes.raise_error()
+
+    def _noted(self, found: Any) -> Timing:
+        self.raise_error()
         totals = found.contents
         self.blocks_replayed = totals.blocks_replayed
         return Timing(totals.step_ns, totals.exposed_ns, totals.idle_ns)
@@ -164,6 +163,9 @@ def library_in(cache_dir: Path) -> ctypes.CDLL | None:
     library.replay_new.argtypes, library.replay_new.restype = (*schedule, ctypes.c_int), ctypes.c_void_p
     library.replay_try.argtypes = ctypes.c_void_p, ctypes.c_int, _Ints, ctypes.c_int
     library.simulate.argtypes, library.simulate.restype = (*schedule, _Doubles), None
+    library.search_new.argtypes, library.search_new.restype = (_Address,), _Address
+    library.search_run.argtypes = _Address, ctypes.c_long, ctypes.c_long
+    library.search_run.restype, library.search_free.argtypes = _Address, (_Address,)
     for function in (library.replay_now, library.replay_apply, library.replay_free):
         function.argtypes = (ctypes.c_void_p,)
     for function in (library.replay_now, library.replay_try, library.replay_apply):
@@ -173,7 +175,8 @@ def library_in(cache_dir: Path) -> ctypes.CDLL | None:
 
 def _built(cache_dir: Path) -> Path:
     # The key does not contain the compiler, because all give the same numbers; a warm start need not look for one.
-    key = content_key(_SOURCE.read_text(), *_FLAGS, platform.machine())
+    texts = (path.read_text() for path in (_SOURCE, _SOURCE.with_name("replay.c")))
+    key = content_key(*texts, *_FLAGS, platform.machine())
 
     def build(library: Path) -> None:
         line = [*find_compiler().command, *_FLAGS, "-o", str(library), str(_SOURCE), "-lm"]

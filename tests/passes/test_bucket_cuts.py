@@ -1,11 +1,16 @@
+from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from overlapc.estimators.timeline import simulate
 from overlapc.passes import bucket, bucket_cuts
 from overlapc.passes.base import Context
+from overlapc.passes.bucket import _Merged
 from overlapc.passes.bucket_cuts import MOST_PLACES, in_order
+from overlapc.passes.bucket_round import Partition
 from overlapc.passes.judge import cost
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
@@ -73,6 +78,36 @@ def test_a_large_bucket_is_cut_at_a_limited_number_of_places():
 def test_large_schedules_are_not_cut(monkeypatch):
     monkeypatch.setattr(bucket_cuts, "MOST_NODES", 0)
     assert starts(bucketed(gathers(4, 50))[0]) == ["ma0+3"]
+
+
+@given(with_units(), st.sampled_from([1.0, 1.5]))
+@settings(max_examples=60, deadline=None)
+def test_a_window_of_the_whole_step_costs_as_much_as_the_step(schedule, margin):
+    ctx = replace(ROOMY, overlap_margin=margin, reorder_collectives=True)
+    with patch.object(bucket, "CUTS", 0):
+        whole, report = bucket.bucket(schedule, ctx)
+    ordered = in_order(whole, ctx)
+    for name, names in report.merged.items():
+        window = bucket_cuts._Window(ordered, name, [schedule.node(member) for member in names], ctx)
+        if len(window.places) == len(ordered.nodes):
+            assert window._cost(frozenset()) == cost(ordered, ctx)
+
+
+@pytest.mark.parametrize("make", [gathers, reductions])
+def test_a_cut_in_a_window_costs_as_much_as_in_the_step(make):
+    """Cut gathers start where their bucket did, reductions where they can; waits stay where they are."""
+    ctx, schedule = replace(ROOMY, overlap_margin=1.5), parse(make(4, 50))
+    names = starts(schedule)
+    members = [schedule.node(name) for name in names]
+    whole, finer = (
+        _Merged.of(schedule, ctx, Partition(begins=frozenset(begins))).schedule for begins in ((), names[2:3])
+    )
+    if make is gathers:
+        finer = finer.move(finer.starts()[1], after=finer.starts()[0])
+    else:
+        finer = finer.move("w0", before="w2").move("w1", before="w2")
+    window = bucket_cuts._Window(whole, f"{names[0]}+3", members, ctx)
+    assert window._cost(frozenset({2})) == cost(finer, ctx)
 
 
 @given(with_units())

@@ -2,8 +2,11 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from overlapc.config import Config
 from overlapc.estimators.device import DeviceProfile, Slowdown
+from overlapc.estimators.simulator.native import library_in
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.judge import cost
@@ -186,6 +189,26 @@ def test_a_search_that_goes_on_finds_what_one_without_a_pause_finds(schedule):
     refine(schedule, replace(FREE, effort=500))
     less, _ = refine(schedule, replace(FREE, effort=7))
     assert order_of(less) == order_of(refine(replace(schedule), replace(FREE, effort=7))[0])
+
+
+@given(schedules(), st.sampled_from([1.0, 1.5]), st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_search_in_c_makes_the_moves_of_the_one_in_python(schedule, margin, reorder, tight):
+    slow = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0)
+    final = Context().limit_bytes(schedule) if tight else None
+    ctx = Context(
+        profile=slow, overlap_margin=margin, reorder_collectives=reorder, peak_increase=2.0, final_bytes=final
+    )
+    python, in_c = Search(schedule, ctx), Search(schedule, replace(ctx, cache_dir=Config().cache_dir))
+    assert library_in(Config().cache_dir) is not None
+    for effort in (3, 100, 2_000):
+        for most_moves in (5, None):
+            for search in (python, in_c):
+                search.most_moves = most_moves
+                search.run(effort)
+            assert (in_c.made, in_c.proposals, in_c.replays) == (python.made, python.proposals, python.replays)
+            assert in_c.now == python.now
+            assert in_c.best == python.best
 
 
 @given(schedules())
