@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from overlapc.config import Config
 from overlapc.errors import ConfigError, OverlapcError
+from overlapc.fx import untraceable_changes
 from overlapc.fx.addcdiv import restore_addcdiv
 from overlapc.fx.versions import compiled_autograd, copied_capture, runs_under_ddp, runs_under_fsdp2
 from overlapc.parallel.results_before_breaks import copy_results_that_reduce
@@ -74,6 +75,9 @@ def overlapc(
         number = next_number()
         CAPTURES.note(number)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+        untraceable = untraceable_changes.why_eagerly(gm)
+        if untraceable is not None:
+            return always_eagerly(copied_capture(gm), *untraceable)
         late, within = not_waited_for(example_inputs), tensors_of_tensors(example_inputs)
         if not late and not within:
             places = InputPlaces(gm, example_inputs)

@@ -135,7 +135,10 @@ class BindSize(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CheckInput(Instruction):
-    """Checks that an argument has the traced layout: another layout is an error, never a wrong number."""
+    """Checks that an argument has the traced layout: another layout is an error, never a wrong number.
+
+    An argument whose memory does not hold its numbers is copied.
+    """
 
     outside_captures: ClassVar[bool] = True
     variable: str
@@ -146,11 +149,14 @@ class CheckInput(Instruction):
 
     def python(self, wrapper: PythonWrapper) -> list[str]:
         name, size, stride = self.variable, *wrapper.shape(self.layout)
-        check = f"rt.check({name!r}, {name}, {size}, {stride})"
-        return [f"if {name}.shape != {size} or {name}.stride() != {stride}: {check}"]
+        unusual = f"{name}.shape != {size} or {name}.stride() != {stride} or rt.is_lazy({name})"
+        return [f"if {unusual}: {name} = rt.checked({name!r}, {name}, {size}, {stride})"]
 
     def add_to(self, wrapper: FxWrapper) -> None:
-        wrapper.call_function(support.check, self.variable, wrapper.env[self.variable], *wrapper.shape(self.layout))
+        given = wrapper.env[self.variable]
+        wrapper.env[self.variable] = wrapper.call_function(
+            support.checked, self.variable, given, *wrapper.shape(self.layout)
+        )
 
 
 @dataclass(frozen=True, slots=True)

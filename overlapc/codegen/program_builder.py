@@ -201,7 +201,7 @@ class _Builder:
                 self.instructions.append(CheckInput(name, view.layout))
 
     def _layouts_relied_on(self) -> set[str]:
-        """Return the buffers whose traced layout must hold, because kernels read them or views of them are created.
+        """Return the buffers whose traced layout must hold: kernels or collectives read them, or views of them exist.
 
         Buffers that are only passed to calls as they are may have another layout than traced: the fake implementations
         of some ops return another one (`_embedding_bag`).
@@ -214,6 +214,8 @@ class _Builder:
             elif isinstance(op, Loops | Combo):
                 found |= {load.buffer for part in loops_of(op) for load in part.body.loads()}
                 found |= {view.buffer for view in op.mutates}
+            elif isinstance(op, Start):
+                found |= {leaf.buffer for leaf in inputs_of(op)}
             else:
                 found |= {leaf.buffer for leaf in inputs_of(op) if self._is_other_view(leaf)}
         found |= {leaf.buffer for leaf in named_in(self.graph.outputs) if self._is_other_view(leaf)}

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import sympy
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.ir.body import Body, Load, Loop, Store
-from overlapc.ir.indexing import exact_quotient, free_symbols, loop_symbol
+from overlapc.ir.indexing import ModularIndexing, exact_quotient, free_symbols, loop_symbol
 from overlapc.ir.rewriting import canonical, with_loops
 
 Bytes = Callable[[str], int]  # bytes of a buffer at the traced sizes

@@ -1,8 +1,8 @@
 """Index expressions: sympy integers over loop symbols and sizes, and their ranges.
 
-An index counts elements of a flat buffer. `FloorDiv` and `ModularIndexing` are torch's own sympy functions
-(`ModularIndexing(base, divisor, modulus)` is `(base // divisor) % modulus`). Everything here is exact for
-symbolic sizes; if nothing can be proved, an expression is left unchanged, which is slower but never wrong.
+An index counts elements of a flat buffer. Divisions round down, as in Python: `FloorDiv` is torch's sympy function,
+`ModularIndexing` is defined here. Everything here is exact for symbolic sizes; if nothing can be proved, an expression
+is left unchanged, which is slower but never wrong.
 """
 
 from __future__ import annotations
@@ -11,10 +11,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import sympy
-from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 Bounds = tuple[sympy.Expr, sympy.Expr]  # lower and upper bound, both inclusive
 Ranges = tuple[tuple[sympy.Symbol, sympy.Expr, sympy.Expr], ...]  # symbol, lowest, highest: hashable Bounds
+
+
+class ModularIndexing(sympy.Function):
+    """`(base // divisor) % modulus` with a positive divisor and modulus: never negative, also if `base` is.
+
+    torch has a function of this name and notation, which to sympy is negative where `base` is, as in C.
+    """
+
+    nargs = (3,)
+    is_integer = True
+    is_nonnegative = True
+
+    @classmethod
+    def eval(cls, base: sympy.Expr, divisor: sympy.Expr, modulus: sympy.Expr) -> sympy.Expr | None:
+        """Return the value where all are numbers, or a simpler expression; None if there is none."""
+        if base == 0 or modulus == 1:
+            return sympy.S.Zero
+        if base.is_Integer and divisor.is_Integer and modulus.is_Integer:
+            return base // divisor % modulus
+        if isinstance(base, FloorDiv):
+            return cls(base.args[0], base.args[1] * divisor, modulus)
+        if divisor.is_Integer and divisor != 1:
+            common = sympy.igcd(divisor, *(term.as_coeff_Mul()[0] for term in sympy.Add.make_args(base)))
+            if common != 1:
+                return cls(
+                    sympy.Add(*(term / common for term in sympy.Add.make_args(base))), divisor // common, modulus
+                )
+        return None
 
 
 @lru_cache(None)
@@ -137,9 +165,12 @@ def _only_quotient(expr: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> sym
 def _floor_div(base: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> sympy.Expr:
     if divisor == 1:
         return base
-    quotient, rest = _split(sympy.expand(base), divisor)
+    base = sympy.expand(base)
+    quotient, rest = _split(base, divisor)
     if rest == 0:
         return quotient
+    if quotient != 0 and _only_quotient(base, divisor, ranges) == 0:
+        return sympy.S.Zero
     whole = _only_quotient(rest, divisor, ranges)
     if whole is not None:
         return quotient + whole
@@ -152,8 +183,10 @@ def _floor_div(base: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> sympy.E
 
 
 def _modular(base: sympy.Expr, divisor: sympy.Expr, modulus: sympy.Expr, ranges: Ranges) -> sympy.Expr:
-    quotient = _floor_div(base, divisor, ranges)
-    _, rest = _split(sympy.expand(quotient), modulus)
+    quotient = sympy.expand(_floor_div(base, divisor, ranges))
+    split, rest = _split(quotient, modulus)
+    if split != 0 and _only_quotient(quotient, modulus, ranges) == 0:  # a size minus 1 minus a loop
+        return quotient
     whole = _only_quotient(rest, modulus, ranges)
     if whole is not None:
         return rest - whole * modulus

@@ -6,11 +6,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.ir.body import Index, Value, op
 from overlapc.ir.conversions import cast
-from overlapc.ir.indexing import is_one
+from overlapc.ir.indexing import ModularIndexing, is_one
 from overlapc.ir.ops import View
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import both, masked_element, positioned, within

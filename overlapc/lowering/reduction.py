@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
 from overlapc.ir.body import Body, Loop, Reduce, Value, compute_dtype, op
 from overlapc.ir.conversions import cast, constant, converted
@@ -286,15 +288,15 @@ def variance(context: Lowering, x: View, dim: Any, value: Value, correction: Any
     """Return the variance by two passes, the mean and then squared distances: as accurate as Welford and vectorizable.
 
     Rounding may put the mean outside of the range of its numbers, and then the variance of equal numbers would not be
-    0. Therefore the mean is clamped to the smallest and the largest number, except in the variance of a norm (without
-    correction), which adds eps anyway: the two extra reductions take a fifth of a layer norm's time on a CPU.
+    0. Therefore the mean is clamped to the smallest and the largest number, except where eps is added, as in norms:
+    the two extra reductions take a fifth of a layer norm's time on a CPU.
     """
     dims = normalized(dim, len(x.size))
     if x.dtype.is_complex or not x.dtype.is_floating_point:
         raise Impossible("a variance of numbers that are not real floats")
     less = 1 if correction is None else correction
     mean = average(context, x, dims, value)
-    if less != 0:
+    if not _only_added_to_numbers(context.node):
         least, largest = (Reduce(kind, value, value.dtype) for kind in ("min", "max"))
         mean = op("minimum", op("maximum", mean, least), largest)
     distance = op("sub", value, mean)
@@ -306,6 +308,17 @@ def variance(context: Lowering, x: View, dim: Any, value: Value, correction: Any
         less = int(less)
     divisor = sympy.Max(0, count - less) if count.is_Integer else count - less
     return op("div", total, cast(context.scalar(divisor), value.dtype))
+
+
+def _only_added_to_numbers(node: fx.Node) -> bool:
+    """Whether each reader of a variance, which `node` returns alone or first, adds a number other than 0 to it."""
+    own = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+    readers = [reader for result in own or [node] for reader in result.users]
+    return all(
+        reader.target in (aten.add.Tensor, aten.add.Scalar)
+        and any(isinstance(number, int | float) and number != 0 for number in reader.args)
+        for reader in readers
+    )
 
 
 __all__ = ["average", "constant", "reduce", "rowwise", "variance"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.functions import ModularIndexing
 
 from overlapc.ir.body import Value
+from overlapc.ir.indexing import ModularIndexing
 from overlapc.ir.ops import View
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import positioned

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.runtime.counters import count
 
+HINT = "pass the whole tensor to the compiled function, and slice it there"
 UNTRACEABLE = "it changes an input that shares memory with another, which autograd does not know as a view of it"
 
 
@@ -112,9 +113,9 @@ def is_untraceable_change(error: AssertionError) -> bool:
     return "non-differentiable view input mutations" in str(error)
 
 
-def always_eagerly(eager: GraphModule, reason: str) -> Callable[..., Any]:
+def always_eagerly(eager: GraphModule, reason: str, hint: str = HINT) -> Callable[..., Any]:
     """Return a function that runs `eager`, and warns once."""
-    warned = _Warning()
+    warned = _Warning(hint)
 
     def call(*inputs: Any) -> Any:
         warned.give(f"overlapc runs a graph eagerly: {reason}")
@@ -125,7 +126,7 @@ def always_eagerly(eager: GraphModule, reason: str) -> Callable[..., Any]:
 
 def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, places: Mapping[int, Place]) -> Callable[..., Any]:
     """Return a function that runs `step` for inputs at these places, and else `eager`: the same, op by op."""
-    warned = _Warning()
+    warned = _Warning(HINT)
 
     def call(*inputs: Any) -> Any:
         difference = next(filter(None, (place.difference(inputs[at]) for at, place in places.items())), "")
@@ -143,15 +144,15 @@ def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, places: Mapp
 class _Warning:
     """Counts the eager calls of one step, and warns at the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, hint: str) -> None:
+        self.hint = hint
         self.given = False
 
     def give(self, reason: str) -> None:
-        count("calls_run_eagerly_for_offsets")
+        count("calls_run_eagerly")
         if not self.given:
             self.given = True
-            hint = "pass the whole tensor to the compiled function, and slice it there"
-            warnings.warn(f"{reason}\nhint: {hint}", stacklevel=3)
+            warnings.warn(f"{reason}\nhint: {self.hint}", stacklevel=3)
 
 
 def _strided_inputs(inputs: Sequence[Any]) -> dict[int, Tensor]:

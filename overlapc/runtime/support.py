@@ -30,10 +30,25 @@ class LayoutError(OverlapcError):
     """An argument has a layout that the graph was not compiled for."""
 
 
-def check(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> None:
-    """Raise LayoutError unless `tensor` has this size and, in dims longer than 1, these strides."""
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether memory does not hold the numbers of `tensor`: it holds their negatives, their conjugates, or nothing.
+
+    Autograd hands such tensors to backward: `sgn` returns a gradient of zeros without memory. Results and gradients of
+    views of complex numbers may be negated when they are read.
+    """
+    return tensor._is_zerotensor() or tensor.is_neg() or tensor.is_conj()
+
+
+def checked(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Return `tensor`, or a copy of it if it `is_lazy`.
+
+    Raises LayoutError unless it has this size and, in dims longer than 1, these strides.
+    """
     if tensor.shape == tuple(size) and (tensor.stride() == tuple(stride) or _same_steps(tensor, stride)):
-        return
+        if not is_lazy(tensor):
+            return tensor
+        laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+        return laid_out.zero_() if tensor._is_zerotensor() else laid_out.copy_(tensor)
     raise LayoutError(
         f"{name} has size {tuple(tensor.shape)} and stride {tensor.stride()}, "
         f"but was compiled for size {tuple(size)} and stride {tuple(stride)}\n"

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 
+from overlapc.ir.indexing import ModularIndexing
 from overlapc.warm.fingerprint import NotCacheable
 
 UNREADABLE = (KeyError, TypeError, ValueError, ImportError, AttributeError)
@@ -92,4 +93,5 @@ def _names() -> dict[str, Any]:
     from torch.utils._sympy import functions
 
     expressions = {name: held for name, held in vars(sympy).items() if isinstance(held, type)}
-    return expressions | {name: held for name, held in vars(functions).items() if isinstance(held, type)}
+    functions_of_torch = {name: held for name, held in vars(functions).items() if isinstance(held, type)}
+    return expressions | functions_of_torch | {ModularIndexing.__name__: ModularIndexing}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sympy
 import torch
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, op
+from overlapc.ir.indexing import ModularIndexing
 from tests.codegen.terms import i0, loop, number, p0, p1, p2, r0, r1, s0, s1, total
 
 F32, F64, BF16, I64, BOOL = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool

@@ -7,9 +7,10 @@ import math
 import sympy
 import torch
 import torch.nn.functional as F
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, op
+from overlapc.ir.indexing import ModularIndexing
 from tests.codegen.case import Case, Tensors
 from tests.codegen.norm_cases import group_norm, layer_norm, moments, norm_gradients, rms_norm, rms_norm_backward
 from tests.codegen.pair_cases import gate_and_up, gradients_and_columns, length_of_pairs

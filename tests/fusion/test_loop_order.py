@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.fusion import fuse as fusing
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.fuse import Fuser
 from overlapc.fusion.loop_order import in_order_of, scattered_bytes, split_at_divisions, step
 from overlapc.ir.body import Body, Load, op
-from overlapc.ir.indexing import loop_symbol
+from overlapc.ir.indexing import ModularIndexing, loop_symbol
 from overlapc.ir.ops import Loops
 from tests.fusion.programs import Step, capture, inputs, program, steps
 from tests.ir.bodies import P, bodies, buffers_for, flat, loops_of, put, x

@@ -12,9 +12,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
+from overlapc.ir.indexing import ModularIndexing
 from overlapc.ir.ops import Combo, Handle, IROp, Loops, LoweredGraph, Start, View, Wait, loops_of, tree_map
 
 Env = Mapping[sympy.Symbol, Any]  # numbers or int64 tensors

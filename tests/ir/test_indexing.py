@@ -8,9 +8,11 @@ import pytest
 import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv
 
+from overlapc.codegen.cpp.expressions import index_text
 from overlapc.ir.indexing import (
+    ModularIndexing,
     Ranges,
     at_most,
     bounds,
@@ -38,16 +40,16 @@ def iterations(sizes: tuple[int, ...]) -> list[dict[sympy.Symbol, int]]:
 
 @st.composite
 def expressions(draw: st.DrawFn, depth: int = 3) -> sympy.Expr:
-    """Draw sums, multiples, quotients and remainders of loop symbols; never negative, as ModularIndexing requires."""
+    """Draw sums, multiples, quotients and remainders of loop symbols."""
     if depth == 0 or not draw(st.integers(0, 3)):
-        return draw(st.sampled_from([*SYMBOLS, sympy.Integer(draw(st.integers(0, 9)))]))
+        return draw(st.sampled_from([*SYMBOLS, sympy.Integer(draw(st.integers(-9, 9)))]))
     inner = draw(expressions(depth - 1))
     number = sympy.Integer(draw(st.integers(1, 8)))
     kind = draw(st.sampled_from(("add", "mul", "div", "mod")))
     if kind == "add":
         return inner + draw(expressions(depth - 1))
     if kind == "mul":
-        return inner * number
+        return inner * number * draw(st.sampled_from((1, -1)))
     if kind == "div":
         return FloorDiv(inner, number)
     return ModularIndexing(inner, number, sympy.Integer(draw(st.integers(1, 8))))
@@ -62,6 +64,23 @@ def test_simplify_keeps_the_value_at_every_iteration(expr: sympy.Expr, sizes: tu
     simple = simplify(expr, ranges_of(sizes))
     for at in iterations(sizes):
         assert evaluate(simple, at) == evaluate(expr, at), f"{expr} -> {simple} at {at}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(expressions(), sizes_of_three)
+def test_what_sympy_takes_for_nonnegative_is(expr: sympy.Expr, sizes: tuple[int, ...]) -> None:
+    if expr.is_nonnegative:
+        assert all(evaluate(expr, at) >= 0 for at in iterations(sizes)), expr
+
+
+def test_a_remainder_of_what_is_negative_is_not() -> None:
+    within = ModularIndexing(-P0 - 1, sympy.S.One, SIZE)  # P0 elements from the end
+    assert within.is_nonnegative
+    assert not (-within - 1).is_nonnegative
+    assert index_text(ModularIndexing(-within - 1, sympy.S.One, SIZE)).startswith("floor_mod")  # "%" is C's
+    ranges = ((P0, sympy.S.Zero, SIZE - 1),)
+    assert simplify(ModularIndexing(SIZE - P0 - 1, sympy.S.One, SIZE), ranges) == SIZE - P0 - 1
+    assert simplify(FloorDiv(SIZE - P0 - 1, SIZE), ranges) == 0
 
 
 @settings(max_examples=300, deadline=None)

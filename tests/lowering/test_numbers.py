@@ -63,7 +63,7 @@ def test_casts_of_out_of_range_floats_to_integers_equal_eager():
 
 def test_the_variance_of_equal_numbers_is_0(generator):
     def function(x):
-        return x.var(1), x.std(0), x.std(1, correction=2), x.var()
+        return x.var(1), x.std(0), x.std(1, correction=2), x.var(), x.std(1, correction=0), x.T.var(0, correction=0)
 
     for shape in ((3, 40), (2, 1400)):  # in Triton: a whole row in one block, and a loop over parts of a row
         found = compiled(function)(torch.full(shape, 0.7134))

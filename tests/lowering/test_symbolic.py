@@ -91,6 +91,19 @@ def test_gradients_with_symbolic_sizes_equal_eager(dynamic):
     torch.testing.assert_close(found, expected)
 
 
+@SHAPES
+def test_gradients_of_elements_that_changed_places_equal_eager(dynamic):
+    def function(x):
+        x = x.cumsum(0)
+        x[::2] = x.flip(0)[::2]
+        return x.flip(0).roll(1, 0)
+
+    call = compiled(function, dynamic)
+    for size in (6, 7, 300):
+        x, weights = torch.randn(size, requires_grad=True), torch.randn(size)
+        torch.testing.assert_close(*(torch.autograd.grad(each(x), x, weights) for each in (call, function)))
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlapc.runtime.counters import counted
 
-EAGERLY = "calls_run_eagerly_for_offsets"
+EAGERLY = "calls_run_eagerly"
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

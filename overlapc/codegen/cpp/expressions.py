@@ -9,9 +9,10 @@ from functools import lru_cache
 
 import sympy
 import torch
-from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from overlapc.ir.body import Op, Scan, Value, as_number
+from overlapc.ir.indexing import ModularIndexing
 
 # dtype of a value -> C++ type in which it is computed.
 C_TYPE: Mapping[torch.dtype, str] = {

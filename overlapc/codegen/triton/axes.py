@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import sympy
-from torch.utils._sympy.functions import ModularIndexing
 
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol
 from overlapc.ir.body import Loop
-from overlapc.ir.indexing import exact_quotient
+from overlapc.ir.indexing import ModularIndexing, exact_quotient
 
 FIRST = "first"  # variable: first index of the program's tile in a kernel of one axis that draws random numbers
 

@@ -12,7 +12,7 @@ from torch.utils._sympy import functions as sizes
 
 from overlapc.fx.versions import float8_saturates
 from overlapc.ir.body import Constant, Op
-from overlapc.ir.indexing import Ranges, at_most, bounds
+from overlapc.ir.indexing import ModularIndexing, Ranges, at_most, bounds
 from overlapc.runtime.triton_kernel import ELEMENT
 
 # dtype -> Triton type in which a kernel computes it, and Triton's type of a pointer to it. A bool is a byte in memory.
@@ -63,7 +63,7 @@ class IndexPrinter:
         if isinstance(expr, sizes.CeilDiv):
             base, divisor = expr.args
             return f"(({self(base)} + {self(divisor)} - 1) // {self.factor(divisor)})"
-        if isinstance(expr, sizes.ModularIndexing):
+        if isinstance(expr, ModularIndexing):
             base, divisor, modulus = expr.args
             if divisor != 1:
                 base = sizes.FloorDiv(base, divisor)
@@ -101,7 +101,7 @@ class IndexPrinter:
 def unprintable(expr: sympy.Expr) -> str | None:
     """Return the part of an index expression that IndexPrinter cannot print, or None."""
     known = (
-        sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer, sizes.FloorDiv, sizes.CeilDiv, sizes.ModularIndexing,
+        sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer, sizes.FloorDiv, sizes.CeilDiv, ModularIndexing,
         sizes.Mod, sizes.PythonMod, sympy.Max, sympy.Min, sizes.Max, sizes.Min,
     )  # fmt: skip
     for part in sympy.preorder_traversal(expr):
