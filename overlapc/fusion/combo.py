@@ -111,8 +111,6 @@ def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
     if too_much is not None:
         return too_much
     place = groups.make_room(a, b)
-    if isinstance(place, Refusal):
-        return place
     groups.replace(a, b, launch, set(), place)
     return None
 

@@ -199,8 +199,6 @@ class Fuser:
         if slower is not None:
             return slower
         place = self.groups.make_room(a, b)
-        if isinstance(place, Refusal):
-            return place
         shared = (a.reads & b.reads) | (a.writes & b.reads) | local
         self.report.fused.append((a.op.name, b.op.name, sum(map(self.groups.bytes_of, shared))))
         self.groups.replace(a, b, kernel, local, place)

@@ -99,7 +99,7 @@ class Groups:
         return local - _with_checks((a.kernel.body, b.kernel.body), unread) if unread else local
 
     def obstacle(self, a: Group, b: Group) -> Refusal | None:
-        """Return why no launch can do the work of both groups, or None."""
+        """Return why no launch can do the work of both groups, of which `a` is earlier, or None."""
         if a.op.device != b.op.device:  # type: ignore[union-attr]
             return Refusal("they run on different devices")
         # If one group precedes a start and the other follows a wait, the start would depend on the wait: the merged
@@ -107,7 +107,8 @@ class Groups:
         waits, starts = self._waits.differ(a.number, b.number), self._starts.differ(a.number, b.number)
         if (starts[0] and waits[1]) or (starts[1] and waits[0]):
             return Refusal("one precedes a collective's start, the other follows a wait")
-        return None
+        between = self.order.between(a.number, b.number)
+        return None if between is None else Refusal(f"{self._groups[between].op.name} must run between them")
 
     def outgrows(self, a: Group, b: Group, op: Loops | Combo, local: set[str]) -> Refusal | None:
         """Return a refusal if `op`, which replaces both groups, raises peak memory, else None.
@@ -132,14 +133,14 @@ class Groups:
 
     # --- merging two groups
 
-    def make_room(self, a: Group, b: Group) -> tuple[Group, Group] | Refusal:
+    def make_room(self, a: Group, b: Group) -> tuple[Group, Group]:
         """Give both groups, of which `a` is earlier, one position; return the group at whose position, and the other.
 
-        Return a refusal, without any change, if another group must run between them.
+        There must be no `obstacle`.
         """
         place = self._position_of_merge(a, b)
-        between = self.order.merge(a.number, b.number)
-        return place if between is None else Refusal(f"{self._groups[between].op.name} must run between them")
+        self.order.merge(a.number, b.number)
+        return place
 
     def replace(self, a: Group, b: Group, op: Loops | Combo, local: set[str], place: tuple[Group, Group]) -> None:
         """Replace both groups by `op` at `place`, the result of `make_room`; `local` buffers need no memory then."""

@@ -41,17 +41,19 @@ class MergingOrder:
             needed == first or self.position[needed] < start for needed in self.before[second]
         )
 
-    def merge(self, first: int, second: int) -> int | None:
-        """Merge two groups, of which `first` is earlier, into one with the smaller number.
+    def between(self, first: int, second: int) -> int | None:
+        """Return a group that must run between two groups, which then cannot merge; None if there is none."""
+        return min(self.dependents(first, second) & self.before[second], default=None)
+
+    def merge(self, first: int, second: int) -> None:
+        """Merge two groups, of which `first` is earlier and none must run between, into one with the smaller number.
 
         It runs at the position of the first one if the second may run early, else just before the groups that depend on
-        the first. If another group must run between them, nothing changes and that group is returned, else None.
+        the first.
         """
         assert self.position[first] < self.position[second]
         dependents = self.dependents(first, second)
-        between = dependents & self.before[second]
-        if between:
-            return min(between)
+        assert dependents.isdisjoint(self.before[second]), "another group must run between them"
         early = self.may_run_early(first, second)
         keep, gone = (first, second) if first < second else (second, first)
         start, end = self.position[first], self.position[second]
@@ -66,7 +68,6 @@ class MergingOrder:
             if group is not None:
                 self.position[group] = at
         self._join(keep, gone)
-        return None
 
     def _join(self, keep: int, gone: int) -> None:
         for neighbours, reverse in ((self.before, self.after), (self.after, self.before)):

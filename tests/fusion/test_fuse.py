@@ -124,6 +124,17 @@ def test_kernels_do_not_fuse_across_an_op_that_must_run_between_them() -> None:
     assert "apart x | y: mm must run between them" in str(report)
 
 
+def test_bodies_are_not_merged_where_an_op_must_run_between_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model's candidates most are refused for this reason, and merging bodies is most of the time of fusion."""
+
+    def merge(first: Body, second: Body) -> Body:
+        raise AssertionError("two bodies were merged")
+
+    monkeypatch.setattr(legality, "merge", merge)
+    ops = [pointwise("x", "a"), extern("mm", "x"), pointwise("y", "a", "mm")]
+    assert fused(graph(ops, ["x", "y"]))[0] == ["x", "mm", "y"]
+
+
 def test_kernels_of_different_devices_do_not_fuse() -> None:
     first = pointwise("x", "a")
     other = dataclasses.replace(pointwise("y", "a"), device=CUDA)
