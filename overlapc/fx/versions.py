@@ -483,7 +483,7 @@ def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
     for ours, theirs in zip(graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
         if hasattr(theirs, "_dynamo_source"):
             ours._dynamo_source = theirs._dynamo_source
-    capture = fx.GraphModule(gm, graph)
+    capture = _LazyGraphModule(gm, graph)  # AOTAutograd interprets the graph: nobody may need its code
     capture.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "_backend_id"):
         if hasattr(gm, name):
