@@ -35,7 +35,7 @@ def one_step(mesh: DeviceMesh, cache: str, ac: str = "", tied: bool = False, **o
     torch._dynamo.utils.counters.clear()
     record.clear()
     torch.manual_seed(0)
-    sharded = Tiny(dim=64, hidden=256, layers=3, ac=ac, tied=tied).to(mesh.device_type)
+    sharded = Tiny(dim=64, hidden=256, layers=2, ac=ac, tied=tied).to(mesh.device_type)
     for layer in sharded.layers:
         overlapc.fully_shard(layer, mesh)
     overlapc.fully_shard(sharded, mesh, reshard_after_forward=True)
