@@ -50,13 +50,24 @@ def test_plans_fit_and_are_no_slower(path):
     assert after.step_ns <= before.step_ns
 
 
-@pytest.mark.parametrize("passes", ["none", "raise_collectives,sink_waits"])
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_overlapc_plan_takes_other_passes(path, passes):
+def test_a_plan_by_two_chosen_passes_is_no_slower(path):
     text = path.read_text()
-    (graph,) = plan_text(text, Config(profile="h200-nvlink", passes=passes)).steps[0].graphs
+    config = Config(profile="h200-nvlink", passes="raise_collectives,sink_waits")
+    (graph,) = plan_text(text, config).steps[0].graphs
     assert graph.name == parse(text).name
+    assert [row.name for row in graph.passes] == ["raise_collectives", "sink_waits"]
     assert graph.after.step_ns <= graph.before.step_ns
+
+
+@pytest.mark.parametrize("stem", ["moe.backward", "tp4.forward"])
+def test_a_plan_without_passes_keeps_the_order(stem):
+    (path,) = [path for path in CORPUS if path.stem == stem]
+    text = path.read_text()
+    (graph,) = plan_text(text, Config(profile="h200-nvlink", passes="none")).steps[0].graphs
+    assert graph.passes == ()
+    assert [node.name for node in parse(graph.schedule).nodes] == [node.name for node in parse(text).nodes]
+    assert graph.after.step_ns == graph.before.step_ns
 
 
 @pytest.mark.parametrize("times", [1.0, 1.5])
