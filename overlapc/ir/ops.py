@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -31,6 +32,14 @@ SCORE = Load("score", sympy.S.Zero, torch.float32)
 GRADIENT = Load("gradient", sympy.S.Zero, torch.float32)
 
 
+@lru_cache(10_000)  # a model has few shapes
+def _storage_numel(size: tuple[sympy.Expr, ...], stride: tuple[sympy.Expr, ...], offset: sympy.Expr) -> sympy.Expr:
+    if any(extent == 0 for extent in size):
+        return sympy.S.Zero
+    last = sympy.Add(*((extent - 1) * step for extent, step in zip(size, stride, strict=True)))
+    return sympy.expand(offset + last + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A strided tensor's description; sizes, strides and offset count elements and may be symbolic."""
@@ -51,10 +60,7 @@ class Layout:
 
     def storage_numel(self) -> sympy.Expr:
         """Return the number of elements from the buffer's start to the last reachable one; 0 for an empty tensor."""
-        if any(extent == 0 for extent in self.size):
-            return sympy.S.Zero
-        last = sympy.Add(*((extent - 1) * step for extent, step in zip(self.size, self.stride, strict=True)))
-        return sympy.expand(self.offset + last + 1)
+        return _storage_numel(self.size, self.stride, self.offset)
 
     def storage_bytes(self) -> sympy.Expr:
         """Return `storage_numel` in bytes."""
