@@ -79,7 +79,7 @@ class Config:
         "start collectives early enough to stay hidden even if they take this many times their estimated time",
     )
     search_effort: int = _knob(
-        40_000,
+        60_000,
         read.count,
         "how many orders of a graph the schedule search may simulate, about 0.005 ms each; fewer make compiling faster",
     )

@@ -45,7 +45,7 @@ class Context:
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
     reorder_collectives: bool = False  # let a start pass independent starts of its group, where that pays off
     overlap_margin: float = 1.0
-    effort: int = 40_000  # replays that a search may use, about 0.005 ms each; long replays count more
+    effort: int = 60_000  # replays that a search may use, about 0.005 ms each; long replays count more
     stop_after: str | None = None  # "PASS" or "PASS:MOVES"; see bisect.py
     most_moves: int | None = None  # set by the runner for stop_after="PASS:MOVES"; see PassReport.counted
     estimate: Callable[[Node], Estimate | None] | None = None
@@ -78,9 +78,6 @@ class Context:
         return schedule.fact("late", lambda: self._late(schedule), of=self.overlap_margin)
 
     def _late(self, schedule: Schedule) -> Schedule:
-        if schedule.moved_from is not None:
-            order = (node.name for node in schedule.nodes)
-            return self.late(schedule.moved_from).replace_order(order, reorder_collectives=schedule.collectives_moved)
         like = schedule.like
         late, known = (None, {}) if like is None else (self.late(like), self._late_nodes(like))
         return schedule.with_nodes([known.get(id(node)) or self.late_node(node) for node in schedule.nodes], late)

@@ -8,6 +8,7 @@ from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.pipeline import ORDER
 from overlapc.passes.run import run_pipeline
 from overlapc.passes.runner import select
+from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse
 from tests.graphs import check_invariants, order_of, peak, schedules
 
@@ -20,6 +21,20 @@ STEP = """
     g0 = extern(f1, f0) : 20B 100us; rs0 = reduce_scatter(g0) @dp(2) : 10B 60us; s0 = wait(rs0)
     return s1, s0
 """
+
+
+def test_a_late_schedule_has_the_estimates_of_the_schedule_itself():
+    """Those of the device's clock under the order's load, say, are set after nodes moved."""
+    ctx, schedule = Context(overlap_margin=1.5), parse(STEP)
+    assert ctx.late(schedule).node("ag1").estimate.ns == 75e3
+    moved = schedule.move("ag1", before="w0").with_estimates(
+        {"f0": Estimate(90e3, "at load"), "ag1": Estimate(40e3, "at load")}
+    )
+    late = ctx.late(moved)
+    assert order_of(late) == order_of(moved)
+    assert late.node("f0") == moved.node("f0")
+    assert late.node("ag1").estimate == Estimate(60e3, "at load")
+    assert late.node("ag0") is ctx.late(schedule).node("ag0")
 
 
 def reversing(schedule, ctx):
