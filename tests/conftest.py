@@ -67,6 +67,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Draw the same random numbers in a test whatever ran before it in its process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def fresh_dynamo() -> None:
     """Discard everything that Dynamo compiled before the test."""
