@@ -81,7 +81,7 @@ class Config:
     search_effort: int = _knob(
         60_000,
         read.count,
-        "how many orders of a graph the schedule search may simulate, about 0.005 ms each; fewer make compiling faster",
+        "how many orders of a graph the schedule search may simulate, about 0.001 ms each; fewer make compiling faster",
     )
     passes: tuple[str | Callable[..., Any], ...] | None = _knob(
         None,

@@ -45,7 +45,7 @@ class Context:
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
     reorder_collectives: bool = False  # let a start pass independent starts of its group, where that pays off
     overlap_margin: float = 1.0
-    effort: int = 60_000  # replays that a search may use, about 0.005 ms each; long replays count more
+    effort: int = 60_000  # replays that a search may use, about 0.001 ms each; long replays count more
     stop_after: str | None = None  # "PASS" or "PASS:MOVES"; see bisect.py
     most_moves: int | None = None  # set by the runner for stop_after="PASS:MOVES"; see PassReport.counted
     estimate: Callable[[Node], Estimate | None] | None = None
