@@ -49,7 +49,8 @@ def compiled_here() -> Iterator[list[bool]]:
 
 @pytest.fixture
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let this process use two workers, whatever the number of cores."""
+    """Let this process use two workers, whatever the number of cores; none that an earlier test started runs on."""
+    triton_workers._shared.close()
     monkeypatch.setattr(triton_workers, "_count", lambda: 2)
     yield
     triton_workers._shared.close()
