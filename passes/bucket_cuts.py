@@ -88,9 +88,7 @@ class _Window:
         clocks = [ordered] if ctx.overlap_margin == 1 else [ordered, ctx.late(ordered)]
         self.clocks = [costs_of(clock, ctx.profile) for clock in clocks]
         self.nodes_replayed = 0
-        self.parts: dict[
-            tuple[int, int], tuple[NodeCosts, ...]
-        ] = {}  # the bucket of members from one to another, by clock
+        self.parts: dict[tuple[int, int], tuple[NodeCosts, ...]] = {}  # members from, to -> their bucket, by clock
 
     def best_cuts(self, most_nodes: int) -> frozenset[int]:
         """Return the indices of members that should begin a new bucket: the best cut is added until none helps."""
