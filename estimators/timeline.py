@@ -87,6 +87,7 @@ class Timeline:
     collectives: Mapping[str, CollectiveTime]  # every START and COMM, by node name
     launch_idle_ns: float  # the compute stream waiting for the host, and gaps between kernels
     unknown: tuple[str, ...] = field(default=())  # nodes without an estimate, simulated as taking no time
+    cache_dir: Path | None = field(default=None, repr=False, compare=False)  # of the simulator in C
 
     @property
     def exposed_ns(self) -> float:
@@ -130,13 +131,10 @@ class Timeline:
         return self.start_ns[at], self.end_ns[at]
 
 
-def simulated_ns(schedule: Schedule, profile: DeviceProfile, nodes: Sequence[int]) -> float:
-    """Return the time of a step that runs only `nodes` of `schedule`, given by position, in that order."""
-    count = len(schedule.nodes)
-    machine = Machine(costs_of(schedule, profile), [0.0] * count, [0.0] * count)
-    machine.run(nodes)
-    machine.finish()
-    return machine.now
+def simulated_ns(timeline: Timeline, nodes: Sequence[int]) -> float:
+    """Return the time in ns of a step that runs only `nodes` of the timeline's schedule, given by position."""
+    costs = costs_of(timeline.schedule, timeline.profile).of_order(nodes, timeline.schedule.started, ())
+    return replay(costs, timeline.cache_dir).step_ns
 
 
 def replay(costs: Costs, cache_dir: Path | None) -> Simulated:
@@ -169,4 +167,5 @@ def simulate(schedule: Schedule, profile: DeviceProfile = IDEAL, cache_dir: Path
         },
         launch_idle_ns=found.idle_ns,
         unknown=tuple(node.name for node in schedule.nodes if node.kind in _TIMED and node.estimate is None),
+        cache_dir=cache_dir,
     )  # fmt: skip

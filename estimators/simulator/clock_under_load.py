@@ -26,7 +26,7 @@ def settled(timeline: Timeline) -> Timeline:
     """Return the order simulated at the clock under its own load; the same object if no estimate changes."""
     schedule, profile = timeline.schedule, timeline.profile
     estimates = estimates_at_load(schedule, profile, timeline.step_ns)
-    return simulate(schedule.with_estimates(estimates), profile) if estimates else timeline
+    return simulate(schedule.with_estimates(estimates), profile, timeline.cache_dir) if estimates else timeline
 
 
 def estimates_at_load(schedule: Schedule, profile: DeviceProfile, step_ns: float) -> dict[str, Estimate]:

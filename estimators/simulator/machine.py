@@ -97,7 +97,7 @@ class Costs:
         other = copy.copy(self)
         other._beside = {}
         number = {at: index for index, at in enumerate(order)}
-        waits_for = {number[wait]: number[start] for wait, start in started.items() if start in number}
+        waits_for = {number[wait]: number[start] for wait, start in started.items() if {wait, start} <= number.keys()}
         other._set_order([self.order[at] if at >= 0 else new[-1 - at] for at in order], waits_for)
         return other
 

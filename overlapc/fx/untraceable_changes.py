@@ -49,7 +49,8 @@ def _changes_through_unfold(gm: fx.GraphModule) -> Iterator[fx.Node]:
             if not unfolded.isdisjoint(_changed_by(node)):
                 yield node
             read = node.args[0] if node.args else None
-            if _name(node) == "unfold" or (read in unfolded and _memory(node) == _memory(read)):
+            views = isinstance(read, fx.Node) and read in unfolded and _memory(node) == _memory(read)
+            if views or _name(node) == "unfold":
                 unfolded.add(node)
 
 
@@ -79,12 +80,12 @@ _OPERATORS = frozenset(
 
 def _is_inplace(node: fx.Node) -> bool:
     """Whether a function of `torch.nn.functional` is called with `inplace=True`, by position or by name."""
-    if getattr(node.target, "__module__", "") != "torch.nn.functional" or not callable(node.target):
+    if not inspect.isfunction(node.target) or node.target.__module__ != "torch.nn.functional":
         return False
     return bool(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace"))
 
 
-def _memory(node: Any) -> int | None:
+def _memory(node: fx.Node) -> int | None:
     """The memory of a node's tensor; None if unknown, as within `torch.func` transforms, whose tensors have none."""
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):

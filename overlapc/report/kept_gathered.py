@@ -56,16 +56,16 @@ def saved_by_launch(timeline: Timeline, collectives: Sequence[CollectiveRecord],
 
     A bucket contains its members.
     """
-    schedule, profile = timeline.schedule, timeline.profile
     launches = [row.name for row in collectives if not gathers.isdisjoint(row.members or (row.name,))]
-    return {
-        name: timeline.step_ns - simulated_ns(schedule, profile, left_without(schedule, {name})) for name in launches
-    }
+    return {name: _saved_ns(timeline, {name}) for name in launches}
+
+
+def _saved_ns(timeline: Timeline, launches: Set[str]) -> float:
+    return timeline.step_ns - simulated_ns(timeline, left_without(timeline.schedule, launches))
 
 
 def _saved_by_keeping(timeline: Timeline, repeated: Sequence[RepeatedGather]) -> Iterator[tuple[int, float]]:
     """Yield (bytes kept gathered, ns saved) for 1, 2, 4, ... GiB below the total of `repeated`, and for the total."""
-    schedule, profile = timeline.schedule, timeline.profile
     whole_bytes, room_bytes = sum(each.bytes for each in repeated), 2**30
     while True:
         room_bytes = min(room_bytes, whole_bytes)
@@ -74,8 +74,7 @@ def _saved_by_keeping(timeline: Timeline, repeated: Sequence[RepeatedGather]) ->
             if each.bytes <= left_bytes:
                 left_bytes -= each.bytes
                 names.add(each.name)
-        saved_ns = timeline.step_ns - simulated_ns(schedule, profile, left_without(schedule, names))
-        yield room_bytes, max(0.0, saved_ns)
+        yield room_bytes, max(0.0, _saved_ns(timeline, names))
         if room_bytes == whole_bytes:
             return
         room_bytes *= 2
