@@ -119,6 +119,8 @@ def test_blocks_that_torch_compile_wraps_are_part_of_the_outermost_graph(adopt):
         lambda weight: weight.detach().t().mul_(2),
         lambda weight: weight.__setitem__(0, 1.0),
         lambda weight: torch.add(weight, 1, out=weight),
+        lambda weight: nn.functional.relu(weight, True),
+        lambda weight: torch.ops.aten.neg_.default(weight),
     ],
 )
 def test_a_write_into_a_gathered_parameter_is_refused(write):
