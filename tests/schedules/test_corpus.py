@@ -79,13 +79,11 @@ def test_only_the_ends_of_a_large_step_are_exposed(direction, times):
     final = parse(planned(path).schedule)
     timeline = simulate(stretched(final, times), context().profile)
     exposed = {name: each.exposed_ns for name, each in timeline.collectives.items()}
-    starts = final.starts()
-    if direction == "forward":
-        inner = starts[6:]
-    else:  # the search chooses in which order the reductions of the last layer and the embedding run
-        last = ("reduce_scatter", "layers.0"), ("reduce_scatter", "root")
-        inner = [node for node in starts if (node.comm.collective, node.comm.unit) not in last]
-    assert sum(exposed[node.name] for node in inner) <= 0.001 * timeline.step_ns
+    starts = [node.name for node in final.starts()]
+    # Where collectives take half as long again, the embedding's reduction, the last but four, is exposed, too.
+    last = 4 if times == 1 else 5
+    inner = starts[6:] if direction == "forward" else starts[:-last]
+    assert sum(exposed[name] for name in inner) <= 0.001 * timeline.step_ns
     # What is left is the first gathers (2.9% by the profile of 2026-11-21, which knows that a collective beside the
     # embedding's copies takes twice its time; 3.1% were measured; at 1.5 up to 5%) and the last reductions.
     most = {("forward", 1.0): 0.03, ("forward", 1.5): 0.05, ("backward", 1.0): 0.012, ("backward", 1.5): 0.03}
