@@ -483,7 +483,9 @@ def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
     for ours, theirs in zip(graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
         if hasattr(theirs, "_dynamo_source"):
             ours._dynamo_source = theirs._dynamo_source
-    capture = _LazyGraphModule(gm, graph)  # AOTAutograd interprets the graph: nobody may need its code
+    # A _LazyGraphModule generates Python code when it is first called. AOTAutograd does not call it, but interprets the
+    # nodes of its graph, so for a graph that never runs eagerly no code is generated.
+    capture = _LazyGraphModule(gm, graph)
     capture.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "_backend_id"):
         if hasattr(gm, name):

@@ -37,11 +37,10 @@ class ModularIndexing(sympy.Function):
         if isinstance(base, FloorDiv):
             return cls(base.args[0], base.args[1] * divisor, modulus)
         if divisor.is_Integer and divisor != 1:
-            common = sympy.igcd(divisor, *(term.as_coeff_Mul()[0] for term in sympy.Add.make_args(base)))
+            terms = sympy.Add.make_args(base)
+            common = sympy.igcd(divisor, *(term.as_coeff_Mul()[0] for term in terms))
             if common != 1:
-                return cls(
-                    sympy.Add(*(term / common for term in sympy.Add.make_args(base))), divisor // common, modulus
-                )
+                return cls(sympy.Add(*(term / common for term in terms)), divisor // common, modulus)
         return None
 
 
