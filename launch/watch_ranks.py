@@ -54,7 +54,6 @@ class Watch(WatchThread):
     def __init__(self, run_dir: Path, ranks: Iterable[int]) -> None:
         self._run_dir = run_dir
         self._ranks = set(ranks)
-        self._failed = False  # whether a rank has failed, so that the launcher ends the others
         super().__init__("overlapc watch of ranks")
 
     def __enter__(self) -> Watch:
@@ -77,10 +76,16 @@ class Watch(WatchThread):
         if self.thread.is_alive():
             self.thread.join(_DRAIN_S)
         known = [
-            replace(each, exit_code=exit_codes.get(each.rank, 0)) if each.exit_code is None else each
+            replace(each, exit_code=exit_codes.get(each.rank)) if each.exit_code is None else each
             for each in departures(self._run_dir)
         ]
-        return sorted((each for each in known if not each.ended_by_launcher), key=lambda each: each.at_ns)
+        by_themselves, failed = [], False
+        # Of ranks seen to end at the same time, those that the launcher may have ended come last.
+        for each in sorted(known, key=lambda each: (each.at_ns, each.exit_code == -signal.SIGTERM)):
+            if not (failed and each.exit_code in (-signal.SIGTERM, -signal.SIGKILL)):
+                by_themselves.append(replace(each, exit_code=each.exit_code or 0))
+            failed = failed or _has_failed(each)
+        return by_themselves
 
     def watch(self) -> None:
         unseen = set(self._ranks)
@@ -97,25 +102,29 @@ class Watch(WatchThread):
                     running[os.pidfd_open(int(self._pid(rank).read_text()))] = rank
                 except ProcessLookupError:  # it has ended, and the launcher has reaped it and knows its exit code
                     ended.append((rank, None))
-            # Of ranks seen to end at the same time, those that the launcher may have ended come last.
-            for rank, exit_code in sorted(ended, key=lambda end: end[1] == -signal.SIGTERM):
-                self._ended(rank, exit_code, running.values())
+            at_ns = time.time_ns()
+            for rank, exit_code in ended:
+                self._ended(rank, at_ns, exit_code, running.values())
         for descriptor in running:
             os.close(descriptor)
 
     def _pid(self, rank: int) -> Path:
         return self._run_dir / f"rank{rank}" / _PID
 
-    def _ended(self, rank: int, exit_code: int | None, others: Iterable[int]) -> None:
+    def _ended(self, rank: int, at_ns: int, exit_code: int | None, others: Iterable[int]) -> None:
         """Write the departure of a rank for the other ranks. If it failed, wake stopped ranks, which must end too."""
         finished = (self._run_dir / f"rank{rank}" / _FINISHED).exists()
-        by_launcher = self._failed and exit_code in (-signal.SIGTERM, -signal.SIGKILL)
-        Departure(rank, time.time_ns(), exit_code, finished, by_launcher).write(self._run_dir)
-        if exit_code or (exit_code is None and not finished):
-            self._failed = True
+        departure = Departure(rank, at_ns, exit_code, finished)
+        departure.write(self._run_dir)
+        if _has_failed(departure):
             for other in others:  # a stopped process would not handle the launcher's SIGTERM
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(self._pid(other).read_text()), signal.SIGCONT)
+
+
+def _has_failed(departure: Departure) -> bool:
+    """Whether the launcher ends the other ranks because of this one, as far as is known."""
+    return bool(departure.exit_code) or (departure.exit_code is None and not departure.finished)
 
 
 def _exit_code(descriptor: int) -> int | None:

@@ -22,10 +22,9 @@ class Departure:
     """How and when a rank's process ended."""
 
     rank: int
-    at_ns: int  # wall clock, as in the errors that ranks write
+    at_ns: int  # wall clock, as in the errors that ranks write; equal for ranks that were seen to end together
     exit_code: int | None  # as in subprocess: negative for a signal; None: not known yet
     finished: bool  # the script ran to its end or called sys.exit
-    ended_by_launcher: bool = False  # the launcher ended it because of another rank
 
     def __str__(self) -> str:
         if self.exit_code is None:

@@ -55,7 +55,7 @@ def option_values(passes: str | None, given: Sequence[str] | None) -> dict[str, 
 
 
 def check_torch() -> None:
-    from overlapc.fx.versions import check_torch_version
+    from overlapc.fx.supported_torch import check_torch_version
 
     check_torch_version()
 

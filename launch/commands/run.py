@@ -70,8 +70,6 @@ def run(
     check_world(nproc, "cpu")
     if not module and not Path(script).is_file():
         raise ConfigError(f"no script {script!r}")
-    from overlapc.report import record
-
     rendezvous = Rendezvous(nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     _ = rendezvous.nodes  # raises ConfigError before anything is started
     report = report or new_run_folder() / "overlap.json"
@@ -81,6 +79,8 @@ def run(
         last = run_ranks(
             (*command, *(arguments or ())), nproc, Path(folder), variables, watchdog_s=watchdog, rendezvous=rendezvous
         )
+        from overlapc.report import record  # not before the ranks have started, as it takes a second
+
         collected = record.gather(last)
     if not collected.steps:
         print(f"overlapc: no report: {script} compiled nothing with backend='overlapc'", file=sys.stderr)

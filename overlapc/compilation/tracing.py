@@ -19,8 +19,8 @@ from overlapc.fx.attention_masks import drop_masks
 from overlapc.fx.blocks import Unfit
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
+from overlapc.fx.supported_torch import check_torch_version
 from overlapc.fx.versions import (
-    check_torch_version,
     compiled_autograd,
     contiguous_tangents_of_overlaps,
     no_code_of_graphs,

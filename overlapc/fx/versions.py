@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch import partitioners
-from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import (
     DifferentiableAOTInput,
     InputMutationAOTOutput,
@@ -41,23 +39,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overlapc.errors import ConfigError
 from overlapc.fx.graph_copy import copied
 
-FIRST = (2, 11)  # oldest version tested
-BEYOND = (2, 14)  # first version not tested
 StridedShard = _StridedShard
-
-
-def check_torch_version(version: str | None = None) -> tuple[int, int]:
-    """Return (major, minor) of torch; raise ConfigError if overlapc was not tested with that version."""
-    text = torch.__version__ if version is None else version
-    match = re.match(r"(\d+)\.(\d+)", text)
-    found = (int(match[1]), int(match[2])) if match else None
-    if found is None or not FIRST <= found < BEYOND:
-        low, high = ".".join(map(str, FIRST)), ".".join(map(str, BEYOND))
-        raise ConfigError(f"torch {text} is not supported: overlapc needs torch>={low},<{high}")
-    return found
 
 
 def sized_by_data(op: torch._ops.OpOverload) -> bool:
@@ -444,6 +428,10 @@ def _may_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
 def no_code_of_graphs() -> Iterator[None]:
     """While AOTAutograd traces, most of its graphs become Python code only if they are called, and text only if torch
     logs them."""
+    # Not at the top: they import all of Dynamo, which takes a second, and the launcher's reports import this module.
+    from torch._functorch import partitioners
+    from torch._functorch._aot_autograd import graph_compile
+
     stages: Any = graph_compile
     divide: Any = partitioners
     reorder = divide.reordering_to_mimic_autograd_engine

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from torch._dynamo.utils import counters
+from collections import Counter
 
 
 def count(name: str, by: int = 1) -> None:
     """Add `by` to the counter `name` (`kernel_compiles`, `kernel_cache_hits`, …)."""
-    counters["overlapc"][name] += by
+    _counters()[name] += by
 
 
 def counted(name: str) -> int:
     """Return the counter's value in this process, since its start or the last `torch._dynamo.reset`."""
-    return counters["overlapc"][name]
+    return _counters()[name]
+
+
+def _counters() -> Counter[str]:
+    from torch._dynamo.utils import counters  # not at the top: `overlapc run` would import Dynamo, for a second
+
+    return counters["overlapc"]

@@ -78,6 +78,7 @@ def temporary(tmp_path, monkeypatch):
     """Return the folder in which processes of the test create temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it first makes that folder
     monkeypatch.setenv("TMPDIR", str(folder))
     return folder
 
@@ -126,6 +127,21 @@ def test_ranks_get_arguments_variables_and_a_share_of_the_cores(script, temporar
     assert "compiled nothing with backend='overlapc'" in done.stderr
     assert sorted(path.name for path in script.parent.iterdir()) == ["0.json", "1.json", "script.py"]
     assert list(temporary.iterdir()) == []
+
+
+def test_ranks_start_before_the_launcher_imports_dynamo(tmp_path):
+    """The import takes a second, and once made a folder for Inductor's caches where temporary files are."""
+    lines = (
+        "import sys",
+        "from pathlib import Path",
+        "from overlapc.launch.commands import run",
+        "run.run_ranks = lambda *_, **__: sys.exit(f'dynamo: {\"torch._dynamo\" in sys.modules}')",
+        f"run.run(__file__, report=Path({str(tmp_path / 'overlap.json')!r}))",
+    )
+    start = tmp_path / "start.py"
+    start.write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, start], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stderr == "dynamo: False\n"
 
 
 def test_a_module_runs_as_a_script_does(script):
@@ -214,8 +230,12 @@ def test_a_rank_whose_exit_code_the_launcher_has_collected_is_the_first(tmp_path
     assert [(each.rank, each.exit_code) for each in found] == [(1, -signal.SIGKILL)]  # the launcher ended rank 0
 
 
-def test_a_rank_that_started_and_died_unwatched_is_the_first(tmp_path, monkeypatch):
-    """The launcher has collected its exit code, and ends the other rank before the watch sees that it had started."""
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_rank_that_started_and_died_unwatched_is_the_first(tmp_path, monkeypatch, collected):
+    """The launcher has collected its exit code, and ends the other rank before the watch sees that it had started.
+
+    collected: whether the launcher has collected the other rank's exit code, too.
+    """
     for rank in (0, 1):
         (tmp_path / f"rank{rank}").mkdir()
     survivor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -229,7 +249,8 @@ def test_a_rank_that_started_and_died_unwatched_is_the_first(tmp_path, monkeypat
             return select(*of)
         (tmp_path / "rank1" / "pid").write_text(str(killed.pid))
         survivor.terminate()
-        survivor.poll()
+        if collected:
+            survivor.wait()
         return select(*of[:3], TIMEOUT_S)
 
     monkeypatch.setattr(select_module, "select", select_late)

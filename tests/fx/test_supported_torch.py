@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import check_torch_version
+from overlapc.fx.supported_torch import check_torch_version
 
 
 def test_this_torch_is_supported():
