@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 
 import pytest
 import torch
+
+import tests.untimed_guards  # noqa: F401
 
 # Tests must not use results that earlier runs left in the warm-start cache; tests/warm switches it on.
 os.environ.setdefault("OVERLAPC_WARM_START", "0")
@@ -59,12 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-
-
-def pytest_collection_finish() -> None:
-    """Freeze all objects imported so far: garbage collections that scan them would take a tenth of the time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

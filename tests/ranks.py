@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -168,7 +167,7 @@ def _server() -> ForkServerContext:
     The server ends with this process.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["pytest", "torch.distributed.run", "torch._dynamo", "overlapc.compilation.stages"])
+    server.set_forkserver_preload(["tests.rank_server"])
     with mock.patch.dict(os.environ, _ENVIRONMENT):  # because some variables are read at import
         first = server.Process(target=int)
         first.start()
@@ -236,7 +235,6 @@ def _work(job: _Job) -> None:
         signal.signal(number, signal.SIG_DFL)  # the launcher's handlers raise
     pid, rank = os.getpid(), int(os.environ["RANK"])
     (job.out / f"pid.{pid}").touch()
-    gc.freeze()  # else collections would scan all objects that the server imported, and so copy their memory pages
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     stacks = (job.out / f"stacks.{rank}").open("w")  # one file per rank, so that concurrent dumps do not mix
     faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1), file=stacks)  # if it hangs

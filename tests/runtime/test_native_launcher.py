@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -142,16 +143,16 @@ def test_a_launcher_and_its_owner_are_collected(made, driver: Driver):
     assert held() is None
 
 
-def test_without_a_driver_there_is_no_launcher(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO", logger="overlapc"):
+def test_without_a_driver_there_is_no_launcher(tmp_path: Path):
+    with TestCase().assertLogs("overlapc", "INFO") as logs:
         assert native.launcher_type(tmp_path, str(tmp_path / "none.so")) is None
-    assert "through torch" in caplog.text
+    assert "through torch" in logs.output[0]
 
 
-def test_a_library_that_is_no_driver_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO", logger="overlapc"):
+def test_a_library_that_is_no_driver_is_refused(tmp_path: Path):
+    with TestCase().assertLogs("overlapc", "INFO") as logs:
         assert native.launcher_type(tmp_path, "libc.so.6") is None
-    assert "libc.so.6 is not a CUDA driver" in caplog.text
+    assert "libc.so.6 is not a CUDA driver" in logs.output[0]
 
 
 def test_without_a_working_compiler_there_is_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
