@@ -5,7 +5,8 @@
 
 `dtensors` is FSDP by DTensors alone, as in SimpleFSDP: its graph has no labels, and each parameter is gathered where it
 is read. `titan` is tensor and sequence parallelism on one axis and FSDP on the other, as torchtitan sets it up:
-hundreds of small collectives that the next kernel waits for. `experts` exchanges tokens twice in every layer. All cases
+hundreds of small collectives that the next kernel waits for. `dtensors_2d` is the same model with both written by
+DTensors, as in torchtitan's graph_trainer. `experts` exchanges tokens twice in every layer. All cases
 are captured without a GPU on rank 0 of a fake process group, like the corpus (tests/schedules/capture.py), and
 estimated for H200s.
 """
@@ -22,19 +23,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models and capture are shared with the tests
 
-from overlapc.launch.llama import Llama, LlamaConfig
+from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 from tests.parallel.tiny import fsdp_with_dtensors
 from tests.schedules.capture import NARROW, Case, capture, experts, fsdp
 
 
 def dtensors(model: Llama, mesh: DeviceMesh) -> None:
-    """Shard `model` over all ranks of `mesh` with DTensors; compute in bf16."""
-    fsdp_with_dtensors(model, mesh, torch.bfloat16)
+    """Shard `model` with DTensors over `mesh["dp"]`, and before over `mesh["tp"]` if there is one; compute in bf16."""
+    if "tp" in (mesh.mesh_dim_names or ()):
+        tensor_parallel(model, mesh["tp"])
+    fsdp_with_dtensors(model, mesh["dp"], torch.bfloat16)
 
 
 CASES = {
     "dtensors": Case(LlamaConfig.llama_8b(32, max_seq=2048), {"dp": 16}, dtensors),
     "titan": Case(LlamaConfig.llama_70b(48), {"dp": 16, "tp": 8}, fsdp),
+    "dtensors_2d": Case(LlamaConfig.llama_70b(48), {"dp": 16, "tp": 8}, dtensors),
     "experts": Case(replace(NARROW, layers=24), {"dp": 2, "ep": 4}, experts),
 }
 

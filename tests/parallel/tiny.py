@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -136,23 +136,32 @@ def tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
 
 def fsdp_with_dtensors(model: nn.Module, mesh: DeviceMesh, param_dtype: torch.dtype = torch.float32) -> None:
     """Shard `model` as users write FSDP with DTensors alone: a parameter is gathered where it is read, and its gradient
-    is reduce-scattered."""
+    is reduce-scattered.
 
-    def gathered(name: str) -> property:
+    Parameters that `tensor_parallel` sharded over another mesh are read as DTensors of that mesh.
+    """
+
+    def gathered(name: str, outer: DTensor | None) -> property:
         def read(module: nn.Module) -> Tensor:
             whole = module._parameters[f"sharded_{name}"].redistribute(
                 placements=[Replicate()], forward_dtype=param_dtype, backward_dtype=torch.float32
             )
-            return whole.to_local(grad_placements=[Partial("avg")])
+            local = whole.to_local(grad_placements=[Partial("avg")])
+            if outer is None:
+                return local
+            return DTensor.from_local(local, outer.device_mesh, outer.placements, run_check=False)
 
         return property(read)
 
     for module in list(model.modules()):
         names = [name for name, param in module._parameters.items() if param is not None]
+        reads = {}
         for name in names:
-            param = module._parameters.pop(name)
-            sharded = nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)]))
-            module.register_parameter(f"sharded_{name}", sharded)
+            param = module._parameters.pop(name).detach()
+            outer = param if isinstance(param, DTensor) else None
+            sharded = distribute_tensor(param if outer is None else outer.to_local(), mesh, [Shard(0)])
+            module.register_parameter(f"sharded_{name}", nn.Parameter(sharded))
+            reads[name] = gathered(name, outer)
         if names:
             kind = type(module)
-            module.__class__ = type(f"Gathered{kind.__name__}", (kind,), {name: gathered(name) for name in names})
+            module.__class__ = type(f"Gathered{kind.__name__}", (kind,), reads)
