@@ -23,8 +23,6 @@ from overlapc.estimators.timeline import replay
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
 from overlapc.passes.plan_overlap import plan_overlap
-from overlapc.passes.raise_under_memory import raise_under_memory
-from overlapc.passes.sink_under_memory import sink_under_memory
 from overlapc.passes.sink_waits import sink_waits
 from overlapc.schedule.collective_kinds import KINDS
 from overlapc.schedule.model import Kind, Node, Schedule
@@ -40,8 +38,11 @@ MOST_NODES = 200_000
 
 
 def in_order(schedule: Schedule, ctx: Context) -> Schedule:
-    """Return `schedule` in the order from which the search of the default passes begins."""
-    for rule in (plan_overlap, raise_under_memory, sink_under_memory, sink_waits):
+    """Return `schedule` in the order in which buckets are cut and compared, by the default passes that place most.
+
+    The walks under peak memory would take most of the time, and no cut is better for them.
+    """
+    for rule in (plan_overlap, sink_waits):
         schedule, _ = schedule.fact(rule.__name__, partial(rule, schedule, ctx), of=(rule, ctx))  # see `runner._call`
     return schedule
 
