@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.conditions import Box, Condition, NotNegative
+from overlapc.fx.in_place import name_of
 from overlapc.fx.position_values import Cases, Grid, UnknownValue, condition_of
 from overlapc.fx.positions import Positions
 from overlapc.fx.windows import Window, window_of, windowed_attention
@@ -79,7 +80,7 @@ class _Rewriter:
         inputs = gm.graph.find_nodes(op="placeholder")
         for place, grid in given.items():
             positions.learn(inputs[place], grid)
-        chosen = any("sdp" in _name(node) for node in gm.graph.nodes)  # the graph itself selects kernels (sdpa_kernel)
+        chosen = any("sdp" in name_of(node) for node in gm.graph.nodes)  # by sdpa_kernel
         for node in gm.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
                 changed |= self._attention(node, positions, share=not chosen)
@@ -251,7 +252,7 @@ def _unrepeated(node: Any) -> fx.Node | None:
     """Return x of [batch, heads, ...] if `node` repeats each head of x several times in a row; else None."""
     if not isinstance(node, fx.Node):
         return None
-    name = _name(node)
+    name = name_of(node)
     if name == "repeat_interleave":
         given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | node.kwargs
         in_order = isinstance(given.get("repeats"), int) and given.get("dim") in (1, -3)
@@ -259,12 +260,12 @@ def _unrepeated(node: Any) -> fx.Node | None:
     if name not in ("reshape", "view", "flatten"):
         return None
     expanded = node.args[0]
-    if not isinstance(expanded, fx.Node) or _name(expanded) != "expand":
+    if not isinstance(expanded, fx.Node) or name_of(expanded) != "expand":
         return None
     inserted = expanded.args[0]
-    if not isinstance(inserted, fx.Node) or _name(inserted) not in ("getitem", "unsqueeze"):
+    if not isinstance(inserted, fx.Node) or name_of(inserted) not in ("getitem", "unsqueeze"):
         return None
-    if _name(inserted) == "getitem":
+    if name_of(inserted) == "getitem":
         picked = inserted.args[1]
         picked = picked if isinstance(picked, tuple) else (picked,)
         if not all(each is None or each is Ellipsis or each == slice(None) for each in picked):
@@ -288,10 +289,6 @@ def _heads(source: Any, repeated: fx.Node) -> fx.Node | None:
     plain = isinstance(heads, int) and isinstance(total, int) and heads > 0 and total % heads == 0
     others = (one.shape[0], *one.shape[2:]) == (many.shape[0], *many.shape[2:])
     return source if plain and others else None
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 # --- data for the report

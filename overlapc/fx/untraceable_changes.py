@@ -1,8 +1,8 @@
-"""Changes in place that torch traces wrongly: graphs that have one run eagerly.
+"""Changes in place that torch traces wrongly, or refuses to trace: graphs that have one run eagerly.
 
 Functionalization replaces `x.unfold(...).add_(1)` by a function that returns a new `x`. What `unfold` leaves out,
 because its step is longer than its size or the last part would not be whole, is 0 there instead of unchanged; where
-parts overlap, it refuses the change.
+parts overlap, it refuses the change. It also refuses changes through `as_strided` of what is itself a view.
 
 Dynamo takes a float64 tensor without dims on the CPU for a Python number, too. If AOTAutograd makes it capture such a
 graph once more, a change of the tensor is not captured.
@@ -19,18 +19,22 @@ from torch import Tensor, fx
 from overlapc.fx.in_place import changed_by, memory_of, name_of
 from overlapc.fx.source import user_line
 
+_HINTS = {
+    "unfold": "change a slice, or x.as_strided(...), in place of x.unfold(...)",
+    "as_strided of a view": "call as_strided on the whole tensor",
+}
+
 
 def why_eagerly(gm: fx.GraphModule) -> tuple[str, str] | None:
     """Return why a graph captured by Dynamo must run eagerly, and a hint; None if it has no such change."""
     if any(_is_changed_number(node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder")):
         reason = "it changes an input that is a float64 tensor without dims, and torch loses this change"
         return reason, "pass the tensor with one dim, x.view(1)"
-    node = next(_changes_through_unfold(gm), None)
+    node, view = next(_changes_through_views(gm), (None, ""))
     if node is None:
         return None
-    reason, where = "it changes memory through unfold, which torch traces wrongly", user_line(node)
-    hint = "change a slice, or x.as_strided(...), in place of x.unfold(...)"
-    return (f"{reason} ({where})" if where else reason), hint
+    reason, where = f"it changes memory through {view}, which torch cannot trace", user_line(node)
+    return (f"{reason} ({where})" if where else reason), _HINTS[view]
 
 
 def _is_changed_number(example: Any) -> bool:
@@ -40,15 +44,24 @@ def _is_changed_number(example: Any) -> bool:
     return example.ndim == 0 and example.device.type == "cpu" and example._version > 0
 
 
-def _changes_through_unfold(gm: fx.GraphModule) -> Iterator[fx.Node]:
+def _changes_through_views(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
+    """Yield changes through views that functionalization cannot write to, and the name of the view in `_HINTS`."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
-        unfolded: set[fx.Node] = set()
+        views: set[fx.Node] = set()
+        unwritable: dict[fx.Node, str] = {}  # views, and views of them
         for node in module.graph.nodes:
-            if not unfolded.isdisjoint(changed_by(node)):
-                yield node
-            read = node.args[0] if node.args else None
-            views = isinstance(read, fx.Node) and read in unfolded and memory_of(node) == memory_of(read)
-            if views or name_of(node) == "unfold":
-                unfolded.add(node)
+            yield from ((node, unwritable[each]) for each in changed_by(node) if each in unwritable)
+            name, read = name_of(node), node.args[0] if node.args else None
+            if name == "unfold":
+                unwritable[node] = "unfold"
+            if not isinstance(read, fx.Node) or memory_of(node) != memory_of(read):
+                continue
+            if name == "as_strided" and read in views:
+                unwritable[node] = "as_strided of a view"
+            elif read in unwritable:
+                unwritable[node] = unwritable[read]
+            # `contiguous` and changes in place may return the tensor itself, which is no view.
+            if read in views or node.meta.get("example_value") is not read.meta.get("example_value"):
+                views.add(node)

@@ -54,6 +54,50 @@ def test_elements_that_unfold_leaves_out_stay(change: Callable[[Tensor], object]
     assert counted("calls_run_eagerly") == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[1:].as_strided((2, 2), (3, 1)).add_(1),
+        lambda x: x.view(3, 3).t().as_strided((2, 2), (3, 1))[0].mul_(2),
+        lambda x: torch.as_strided(x.detach(), (3,), (2,)).zero_(),
+        lambda x: x.as_strided((4, 2), (2, 1)).as_strided((2,), (3,), 1).sin_(),
+    ],
+)
+@pytest.mark.parametrize("of_an_input", [False, True], ids=["of a result", "of an input"])
+def test_changes_through_as_strided_of_views_are_made(change: Callable[[Tensor], object], of_an_input: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x if of_an_input else x - 3
+        change(y)
+        return y * 2
+
+    given = [torch.arange(9.0) for _ in range(2)]
+    with pytest.warns(UserWarning, match=r"changes memory through as_strided of a view.*test_untraceable_changes.py"):
+        found = torch.compile(function, backend="overlapc")(given[0])
+    assert torch.equal(found, function(given[1]))
+    assert torch.equal(*given)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.as_strided((2, 2), (3, 1))[0].add_(1),
+        lambda x: x.add_(1).as_strided((2, 2), (3, 1)).mul_(2),
+        lambda x: x.contiguous().as_strided((2,), (4,)).sin_(),
+        lambda x: (x[1:].as_strided((2, 2), (3, 1)), x[1:].cos_())[0].exp(),
+    ],
+)
+def test_changes_through_as_strided_of_whole_tensors_are_compiled(change: Callable[[Tensor], object]) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x - 3
+        change(y)
+        return y * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.compile(function, backend="overlapc", dynamic=False)(torch.arange(9.0))
+    torch.testing.assert_close(found, function(torch.arange(9.0)))
+
+
 def test_reads_through_unfold_are_compiled() -> None:
     def function(x: Tensor) -> Tensor:
         parts = x.unfold(0, 2, 3) + torch.func.grad(lambda y: y.unfold(0, 2, 3).sin().sum())(x)[:2]
