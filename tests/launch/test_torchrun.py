@@ -141,7 +141,7 @@ def test_ranks_start_before_the_launcher_imports_dynamo(tmp_path):
     start = tmp_path / "start.py"
     start.write_text("\n".join(lines))
     done = subprocess.run([sys.executable, start], capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.stderr == "dynamo: False\n"
+    assert "dynamo: False\n" in done.stderr
 
 
 def test_a_module_runs_as_a_script_does(script):
