@@ -43,6 +43,8 @@ _CONVERTING = (
     aten.pow.Tensor_Tensor,
     aten.ldexp.Tensor,
 )
+# Eager allocates the result like the first argument, the incoming gradient.
+_LIKE_THE_FIRST = (aten.log_sigmoid_backward,)
 # Ops whose results are contiguous in eager, whatever the layout of their arguments.
 _CONTIGUOUS = (
     aten.mse_loss_backward,
@@ -65,6 +67,8 @@ def laid_out_as_eager(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callabl
             changed[op] = _in_order(op, rule)
         elif packet in _CONTIGUOUS:
             changed[op] = _contiguous(rule)
+        elif packet in _LIKE_THE_FIRST:
+            changed[op] = _like_the_first(rule)
     return table | changed | {aten.pow.Scalar: _power_of_number}
 
 
@@ -144,6 +148,16 @@ def _contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(rule)
     def call(*args: Any, **kwargs: Any) -> Any:
         return rule(*args, **kwargs).contiguous()
+
+    return call
+
+
+def _like_the_first(rule: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(rule)
+    def call(first: Tensor, *others: Any) -> Any:
+        with disable_proxy_modes_tracing():
+            order, _ = compute_elementwise_output_logical_to_physical_perm(first)
+        return rule(first, *others).permute(order).contiguous().permute([order.index(dim) for dim in range(first.ndim)])
 
     return call
 

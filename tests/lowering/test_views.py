@@ -245,6 +245,20 @@ def test_results_of_decomposed_ops_have_eagers_strides():
         torch.testing.assert_close(found, expected, check_stride=True)
 
 
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "expanded"])
+def test_the_gradient_of_logsigmoid_is_laid_out_as_what_comes_back(dense: bool):
+    def gradient(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return torch.func.vjp(F.logsigmoid, x)[1](grad)[0]
+
+    x = torch.randn(4, 6).t()
+    grad = torch.randn(6, 4) if dense else torch.ones(()).expand(6, 4)
+    found, expected = torch.compile(gradient, backend="overlapc")(x, grad), gradient(x, grad)
+    assert found.stride() == expected.stride() == (4, 1)
+    torch.testing.assert_close(found, expected)
+    like_x = torch.randn(4, 6).t()
+    assert torch.compile(gradient, backend="overlapc")(x.contiguous(), like_x).stride() == (1, 6)
+
+
 def test_logsigmoid_is_contiguous_on_a_cpu_as_in_eager():
     def function(x):
         return F.logsigmoid(x.t()), F.logsigmoid(x[:, ::2])
