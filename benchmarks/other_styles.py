@@ -6,9 +6,8 @@
 `dtensors` is FSDP by DTensors alone, as in SimpleFSDP: its graph has no labels, and each parameter is gathered where it
 is read. `titan` is tensor and sequence parallelism on one axis and FSDP on the other, as torchtitan sets it up:
 hundreds of small collectives that the next kernel waits for. `dtensors_2d` is the same model with both written by
-DTensors, as in torchtitan's graph_trainer. `experts` exchanges tokens twice in every layer. All cases
-are captured without a GPU on rank 0 of a fake process group, like the corpus (tests/schedules/capture.py), and
-estimated for H200s.
+DTensors, as in torchtitan's graph_trainer. `experts` exchanges tokens twice in every layer. All cases are captured
+without a GPU on rank 0 of a fake process group, like the corpus (tests/schedules/capture.py), and estimated for H200s.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ for name in (
     "overlapc.compilation.stages",
     "overlapc.parallel",
     "overlapc.runtime.async_inputs",
+    "pytest",  # by every test file
     "sympy.tensor.tensor",
     "tests.untimed_guards",
     "torch._dynamo.repro.after_dynamo",

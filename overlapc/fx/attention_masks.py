@@ -80,7 +80,7 @@ class _Rewriter:
         inputs = gm.graph.find_nodes(op="placeholder")
         for place, grid in given.items():
             positions.learn(inputs[place], grid)
-        chosen = any("sdp" in name_of(node) for node in gm.graph.nodes)  # by sdpa_kernel
+        chosen = any("sdp" in name_of(node) for node in gm.graph.nodes)  # sdpa_kernel selects kernels in the graph
         for node in gm.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
                 changed |= self._attention(node, positions, share=not chosen)

@@ -92,7 +92,7 @@ def _in_order(op: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
                 result = op(*args, **kwargs)
             finally:
                 entered = False
-        return result.contiguous().permute([order.index(dim) for dim in range(len(order))])
+        return _permuted_back(result.contiguous(), order)
 
     return call if rule is None else wraps(rule)(call)
 
@@ -140,6 +140,11 @@ def _order(args: tuple[Any, ...], trusted: bool) -> list[int] | None:
     return order
 
 
+def _permuted_back(permuted: Tensor, order: list[int]) -> Tensor:
+    """Undo `permute(order)`."""
+    return permuted.permute([order.index(dim) for dim in range(len(order))])
+
+
 def _has_dims(arg: Any) -> bool:
     return isinstance(arg, Tensor) and arg.dim() > 0
 
@@ -157,7 +162,7 @@ def _like_the_first(rule: Callable[..., Any]) -> Callable[..., Any]:
     def call(first: Tensor, *others: Any) -> Any:
         with disable_proxy_modes_tracing():
             order, _ = compute_elementwise_output_logical_to_physical_perm(first)
-        return rule(first, *others).permute(order).contiguous().permute([order.index(dim) for dim in range(first.ndim)])
+        return _permuted_back(rule(first, *others).permute(order).contiguous(), order)
 
     return call
 
