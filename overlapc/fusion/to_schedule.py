@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from overlapc.fusion.deps import has_effect, mutated, output_buffers, reads_of
+from overlapc.fusion.scratch import scratch_bytes
 from overlapc.fusion.work import work_of
-from overlapc.ir.ops import Attention, Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_written, loops_of
+from overlapc.ir.ops import Attention, Combo, Extern, IROp, Loops, LoweredGraph, Start, Wait, buffers_written, loops_of
 from overlapc.schedule.model import COMPUTE, Buffer, Kind, Node, Origin, Schedule
 
 CUDA_BLOCK = 512  # bytes; torch's caching allocator allocates, and counts, multiples of this
@@ -81,6 +82,7 @@ def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...], position: Mappi
         mutates=tuple(graph.aliases[view.buffer] for view in mutated(op)),
         after=after,
         work=work_of(op, graph) if kind in COMPUTE else None,
+        scratch_bytes=scratch_bytes(op, graph) if isinstance(op, Extern) else 0,
         comm=comm,
         origin=Origin(op.origin.fx, op.origin.source, op.origin.module),
         payload=op,
