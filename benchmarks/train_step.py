@@ -4,6 +4,7 @@
     python benchmarks/train_step.py --model demo --systems overlapc,eager --profile
     python benchmarks/train_step.py --systems all --profile --seconds 280 --out out
     python benchmarks/train_step.py --tp 2 --batch 2 --systems overlapc,overlapc-nccl,eager,compile
+    python benchmarks/train_step.py --layers 32 --vocab 128256 --adamw --rounds 2
     python benchmarks/train_step.py --device cpu --nproc 2 --model tiny --systems overlapc,inductor-raise
 
 All systems start from the same weights and see the same tokens. Each runs in its own processes, one per GPU, and only
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from train_systems import MODELS, REFERENCE, SYSTEMS, serve  # these two are beside this file
+from train_systems import MODELS, REFERENCE, SYSTEMS, serve, shape_of  # these two are beside this file
 from turns import Turns
 
 # These compile alone: they measure on the device while they compile, or other systems need their output.
@@ -136,7 +137,8 @@ def show(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
     keep(args, results)
     what = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {args.nproc} x {what}")
-    print(f"{MODELS[args.model](args)}, sequence {args.seq} x {args.batch}, tp {args.tp}")
+    print(f"{shape_of(args)}, sequence {args.seq} x {args.batch}, tp {args.tp}")
+    print("forward + backward + AdamW" if args.adamw else "forward + backward")
     columns = list(dict.fromkeys(name for result in results.values() for name in result))
     rows = [[system, *(result.get(name) for name in columns)] for system, result in results.items()]
     print(tabulate(rows, ["system", *columns], floatfmt=".4g"))
@@ -148,6 +150,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, help="ranks (default: one per GPU; 2 on CPUs)")
     parser.add_argument("--model", choices=MODELS, default="8b", help="Llama-8B shape, the demo's, or a tiny one")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, help="size of the vocabulary (default: the model's)")
+    parser.add_argument("--adamw", action="store_true", help="steps include fused AdamW, without clipping")
     parser.add_argument("--seq", type=int, default=4096, help="tokens per row")
     parser.add_argument("--batch", type=int, default=1, help="rows per GPU, or per group of --tp ranks")
     parser.add_argument("--tp", type=int, default=1, help="degree of tensor parallelism: ranks that share every layer")

@@ -18,6 +18,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ MODELS: dict[str, Callable[[argparse.Namespace], LlamaConfig]] = {
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
+def shape_of(args: argparse.Namespace) -> LlamaConfig:
+    """Return the shape of the model that `--model`, `--layers`, `--seq` and `--vocab` ask for."""
+    shape = MODELS[args.model](args)
+    return shape if args.vocab is None else replace(shape, vocab=args.vocab)
+
+
 class System:
     """A system's model and data on this rank; every public method is a turn, whose result is what it returns."""
 
@@ -76,7 +83,7 @@ class System:
         self.rank = dist.get_rank()
         sizes = (dist.get_world_size() // args.tp, args.tp)
         self.mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("dp", "tp"))
-        shape = MODELS[args.model](args)
+        shape = shape_of(args)
         torch.manual_seed(1 + self.rank // args.tp)  # ranks that share layers see the same tokens
         self.tokens = torch.randint(0, shape.vocab, (args.batch, args.seq), device=args.device)
         self.targets = self.tokens.roll(-1, 1)
@@ -86,6 +93,9 @@ class System:
         """Build the sharded model; it compiles at its first step."""
         self.model = build(self.name, self.shape, self.mesh)
         self.step = compiled(self.name, self.model)
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self.args.adamw:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         return {}
 
     def first(self) -> dict[str, Any]:
@@ -128,8 +138,10 @@ class System:
         return kernel_times(spans)
 
     def once(self) -> None:
-        """Run one step without the optimizer."""
+        """Run one step, with the optimizer if `--adamw` asks for it."""
         self.step(self.tokens, self.targets).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
         self.model.zero_grad(set_to_none=True)
 
 
