@@ -238,6 +238,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    for variable in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the names in torch 2.13 and 2.11
+        os.environ[variable] = "0"  # torch's flight recorder would keep earlier models' compiled steps and their memory
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if args.device == "cuda":

@@ -4,6 +4,7 @@ why a collective is not done by copies."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import random
 import time
@@ -22,6 +23,8 @@ import overlapc
 from overlapc.errors import OverlapcError, PeerLost
 from overlapc.estimators.device import Link
 from overlapc.estimators.profiles.profile_file import link_to_json, load_profile, profile_to_json
+from overlapc.report import record
+from overlapc.report.held_memory import peaks
 from overlapc.runtime.copies import command_queues
 from tests.ranks import values_on_ranks
 
@@ -289,6 +292,63 @@ def test_copies_are_used_where_they_are_predicted_to_be_faster(tmp_path):
             ["CUDA graphs cannot hold copies that wait for other ranks"],
             1.5,
         )
+
+
+class TakesMoreInForward(nn.Module):
+    """A layer beside large products, whose memory is free before backward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(48, 192, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = x.detach().T.repeat(4, 1) @ x.detach().repeat(1, 4)
+        return torch.relu(self.up(x)).sum() + (beside @ beside).sum()
+
+
+def budgets(folder: str) -> dict[str, Any]:
+    """Train without a memory budget, and with one that forward fits into only if backward shares no more memory than
+    forward does. Return for each the pools of forward and backward, the peaks and budget, and why backward did not use
+    copies."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    path = profile_knowing(Link(1e14, 10.0), Path(folder, f"{dist.get_rank()}.json"))
+    found: dict[str, Any] = {}
+
+    def trained(name: str, **more: Any) -> None:
+        torch._dynamo.reset()
+        record.clear()
+        gc.collect()  # frees the memory that was shared for the model before
+        torch.manual_seed(0)
+        model = overlapc.fully_shard(TakesMoreInForward(), mesh=mesh, reshard_after_forward=False)
+        options = {"transport": "auto", "profile": path, "warm_start": False, "peak_increase": 0.0, **more}
+        step = torch.compile(model, backend="overlapc", options=options)
+        step(torch.ones(2, 48, requires_grad=True)).backward()
+        forward, backward = overlapc.report().steps[-1].graphs
+        found[name] = {
+            "pools": (forward.pool_bytes, backward.pool_bytes),
+            "peaks": peaks([forward, backward]),
+            "forward": forward.peak_bytes,
+            "why not": list(backward.not_copied.values()),
+            "gradient": sum(parameter.grad.full_tensor().sum().item() for parameter in model.parameters()),
+        }
+
+    trained("free")
+    found["budget"] = found["free"]["forward"]
+    trained("bounded", memory_budget=found["budget"])
+    return found
+
+
+def test_what_backward_shares_for_copies_keeps_forward_within_the_budget(tmp_path):
+    for found in values_on_ranks(budgets, 3, str(tmp_path)):
+        free, bounded, budget = found["free"], found["bounded"], found["budget"]
+        forward_shares, backward_shares = free["pools"]
+        assert 0 < forward_shares < backward_shares
+        assert free["peaks"]["forward_0"] == free["forward"] + backward_shares - forward_shares > budget
+        assert max(bounded["peaks"].values()) <= budget
+        assert bounded["pools"] == (forward_shares, 0)
+        assert "over memory_budget" in bounded["why not"][0]
+        assert bounded["gradient"] == pytest.approx(free["gradient"])
 
 
 FAILS = [False]

@@ -175,13 +175,18 @@ def _blocks(start: Node) -> int:
     return blocks_of(payload.call.target, payload.call.args) if payload is not None else 1
 
 
-def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None) -> int:
+def laid_out_bytes(schedule: Schedule) -> int:
+    """Return the total size of the pools that the copies of `schedule` need."""
+    return sum(layout.bytes for layout in copying(schedule).laid_out().values())
+
+
+def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None, at_least_bytes: int = 0) -> int:
     """Return the peak memory of `schedule` in bytes, with the pools for copies at their laid-out size.
 
-    shared_bytes: the total size of the pools, if already known; None lays them out.
+    shared_bytes: the total size of the pools, if already known; None lays them out, with `at_least_bytes`.
     """
     if shared_bytes is None:
-        shared_bytes = sum(layout.bytes for layout in copying(schedule).laid_out().values())
+        shared_bytes = max(laid_out_bytes(schedule), at_least_bytes)
     memory = analyze(schedule)
     return memory.peak_bytes - memory.pool_bytes + shared_bytes
 

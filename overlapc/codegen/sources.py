@@ -77,9 +77,29 @@ def generate_kernels(
         source = made.of(op)
         other = (tuned or {}).get(source.name)
         if other is not None:  # keep this op's buffers: the measured kernel may be that of another layer
-            source = replace(source, name=other.name, text=other.text, launch=other.launch)
+            source = replace(other, buffers=source.buffers, sizes=source.sizes, comment=source.comment)
         sources[op.name] = source
     return sources
+
+
+def with_scratch(
+    schedule: Schedule, graph: LoweredGraph, made: Sources, tuned: Mapping[str, KernelSource] | None = None
+) -> Schedule:
+    """Return `schedule` with the bytes that generated kernels allocate for themselves: only reductions that are split
+    among programs do, for partial results. Arguments are those of `generate_kernels`."""
+
+    def scratch_bytes(op: Any) -> int:
+        reduces = isinstance(op, Loops | Combo) and any(part.body.reduction for part in loops_of(op))
+        if not reduces or op.device.type == "cpu":
+            return 0
+        source = made.of(op)
+        return graph.hint((tuned or {}).get(source.name, source).scratch_bytes)
+
+    sizes = [scratch_bytes(node.payload) for node in schedule.nodes]
+    if not any(sizes):
+        return schedule
+    nodes = zip(schedule.nodes, sizes, strict=True)
+    return replace(schedule, nodes=tuple(replace(node, scratch_bytes=size) if size else node for node, size in nodes))
 
 
 def compile_ahead(schedule: Schedule, made: Sources, cache_dir: Path) -> None:

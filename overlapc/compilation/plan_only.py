@@ -11,6 +11,7 @@ from typing import Any
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
+from overlapc.codegen.copies import laid_out_bytes, peak_with_pools
 from overlapc.compilation.counts import counts_of, fallbacks_of
 from overlapc.compilation.fake_results import results_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
@@ -108,7 +109,10 @@ def _remember(result: Result, began: float, choice: GatherChoice, not_copied: Ma
     _count(result)
     seconds = time.perf_counter() - began
     graph = graph_record(result, fallbacks=fallbacks_of(result), compile_seconds=seconds)
-    record.add(with_gathers(replace(graph, not_copied=not_copied or {}), result, choice))
+    shared = laid_out_bytes(result.schedule)
+    peak = peak_with_pools(result.schedule, shared)
+    graph = replace(graph, not_copied=not_copied or {}, pool_bytes=shared, peak_bytes=peak)
+    record.add(with_gathers(graph, result, choice))
 
 
 def _count(result: Result) -> None:

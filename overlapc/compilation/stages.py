@@ -35,6 +35,7 @@ from overlapc.planning.plan_graph import Planned, Reused, collective_lines, devi
 from overlapc.planning.transports import rank_in_graphs
 from overlapc.report import record
 from overlapc.report.graph_record import graph_record
+from overlapc.report.held_memory import inputs
 from overlapc.report.kept_gathered import GatherChoice, with_gathers
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
@@ -138,8 +139,7 @@ def _generate(
     program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
     report = graph_record(result, fallbacks=fallbacks_of(result), attention=planned.attention)
     report = with_gathers(replace(report, not_copied=planned.not_copied), result, choice)
-    if planned.copies:
-        report = _with_shared_memory(report, planned)
+    report = _with_shared_memory(report, planned)
     if config.memory == "pool":
         program, report = _with_pool(program, report, schedule, lowered)
     # An inner graph is not split: it runs as part of a call of the outer graph.
@@ -193,11 +193,11 @@ def _with_pool(
     """Return `program` with its buffers in a pool, and `report` with its peak; both unchanged if the pool would exceed
     the memory budget."""
     on_pool = pooled(program)
-    peak = peak_bytes(on_pool, schedule, lowered.hint)
+    peak = peak_bytes(on_pool, schedule, lowered.hint) + report.pool_bytes
     if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
         count("pools_over_budget")
         return program, report
-    return on_pool, replace(report, peak_bytes=peak + report.pool_bytes)
+    return on_pool, replace(report, peak_bytes=peak)
 
 
 def _uncompiled(gm: GraphModule, node: Node) -> Callable[..., Any]:
@@ -217,10 +217,13 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
         return None
     try:
         context = environment_key(config), profile_text(config, device_types(gm)), rank_in_graphs(config)
-        # A budget covers forward and backward together, so the plan of backward depends on the inputs of forward.
-        given = {} if config.memory_budget is None else record.given_to_forward(name)
-        sizes = str({name: buffer.bytes for name, buffer in given.items()})
-        return graph_key(gm, name.split("_")[0], *context, sizes, choice_of(gm).why)
+        # A budget covers forward and backward together, so the plan of backward depends on the memory of forward.
+        forward = None if config.memory_budget is None else record.forward(name)
+        memory = ""
+        if forward is not None:
+            given = {name: buffer.bytes for name, buffer in inputs(forward).items()}
+            memory = str((given, forward.peak_bytes, forward.pool_bytes))
+        return graph_key(gm, name.split("_")[0], *context, memory, choice_of(gm).why)
     except NotCacheable as reason:
         count(f"graph not cached: {reason}")
         return None

@@ -18,8 +18,8 @@ from overlapc.autotune.product_choice import ProductTimes, choice
 from overlapc.codegen import generators
 from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
-from overlapc.codegen.copies import Copied
-from overlapc.codegen.sources import Sources, compile_ahead
+from overlapc.codegen.copies import Copied, laid_out_bytes, peak_with_pools
+from overlapc.codegen.sources import Sources, compile_ahead, with_scratch
 from overlapc.config import Config
 from overlapc.errors import CompileError, MemoryBudgetError, NoSharedMemory
 from overlapc.estimators.agreement.graph_text import canonical_lines
@@ -59,7 +59,7 @@ from overlapc.planning.rank_notes import notes_of
 from overlapc.planning.transports import AUTO, Transports, carried
 from overlapc.report import record
 from overlapc.report.drawing import to_dot
-from overlapc.report.held_memory import held_bytes
+from overlapc.report.held_memory import held_bytes, inputs
 from overlapc.report.walk_through import walk_through
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
@@ -237,6 +237,7 @@ def _stages(
     before = copied(gm.graph) if config.transport == AUTO and transports.wanted and followed is None else None
     try:
         planned = stages(transports=transports)
+        _check_forward(planned.result.schedule)
         copies = transports.opened(planned.result.schedule) if opens_copies else {}
     except (MemoryBudgetError, NoSharedMemory) as error:  # raised on all ranks, or on none
         if before is None or not transports.groups:
@@ -292,11 +293,16 @@ def _scheduled(
     if generates_code and tuning is None:  # not earlier: threads would disturb what estimates measure
         with phase("code"):
             compile_ahead(schedule, sources, config.cache_dir)
+    if generates_code:
+        schedule = with_scratch(schedule, lowered, sources, None if tuning is None else tuning.sources)
     if agreement is not None:
         schedule = _with_common_sizes(schedule, agreement)
     schedule = _beside_what_is_held(schedule)
+    forward = record.forward(name)
     context = replace(
         context_of(config, profile, chain),
+        # Backward runs beside what its forward shares for copies.
+        peak_of=partial(peak_with_pools, at_least_bytes=0 if forward is None else forward.pool_bytes),
         merge_payloads=_merged,
         kernel_kind=kind_of if config.fusion else None,
         dump=dumps.writer("passes"),
@@ -465,15 +471,21 @@ def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement |
 
 
 def _with_common_sizes(schedule: Schedule, agreement: GraphAgreement) -> Schedule:
-    """Return `schedule` with every buffer as large as on the rank where it is largest.
+    """Return `schedule` with every buffer, and the scratch memory of every node, as large as on the rank where it is
+    largest.
 
     Shards of a parameter differ in size if it does not divide evenly. With different sizes, passes would reach their
     memory limit on one rank earlier than on another, and a budget has to hold on all ranks.
     """
-    largest = agreement.agree_on_largest({name: buffer.bytes for name, buffer in schedule.buffers.items()})
-    return replace(
-        schedule, buffers={name: replace(buffer, bytes=largest[name]) for name, buffer in schedule.buffers.items()}
+    sizes = {name: buffer.bytes for name, buffer in schedule.buffers.items()}
+    scratch = {f"scratch memory of {node.name}": node.scratch_bytes for node in schedule.nodes}
+    largest = agreement.agree_on_largest(sizes | scratch)
+    nodes = tuple(
+        node if node.scratch_bytes == most else replace(node, scratch_bytes=most)
+        for node, most in zip(schedule.nodes, map(largest.__getitem__, scratch), strict=True)
     )
+    buffers = {name: replace(buffer, bytes=largest[name]) for name, buffer in schedule.buffers.items()}
+    return replace(schedule, nodes=nodes, buffers=buffers)
 
 
 def _beside_what_is_held(schedule: Schedule) -> Schedule:
@@ -482,8 +494,24 @@ def _beside_what_is_held(schedule: Schedule) -> Schedule:
     if schedule.budget_bytes is None:
         return schedule
     taken = {name: buffer for name, buffer in schedule.buffers.items() if buffer.is_input}
-    held = held_bytes(record.given_to_forward(schedule.name), taken)
+    forward = record.forward(schedule.name)
+    held = 0 if forward is None else held_bytes(inputs(forward), taken)
     return replace(schedule, budget_bytes=max(0, schedule.budget_bytes - held))
+
+
+def _check_forward(schedule: Schedule) -> None:
+    """Raise MemoryBudgetError if what the backward `schedule` shares for copies would raise its forward's peak over
+    forward's budget: the memory that ranks share is that of the graph that needs most."""
+    forward = record.forward(schedule.name)
+    if forward is None or forward.budget_bytes is None:
+        return
+    peak = forward.peak_bytes + max(0, laid_out_bytes(schedule) - forward.pool_bytes)
+    if peak > forward.budget_bytes:
+        raise MemoryBudgetError(
+            f"{schedule.name}: what ranks share for its copies would raise the peak of {forward.name} to"
+            f" {human_bytes(peak)}, over memory_budget\nhint: raise memory_budget",
+            peak,
+        )
 
 
 def _merged(payloads: Sequence[IROp]) -> IROp | str:

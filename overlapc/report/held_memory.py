@@ -46,13 +46,15 @@ def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:
     """Return the peak bytes while each graph runs, by name.
 
     For a backward, inputs that only its forward received are added: they stay allocated, for example a parameter that
-    no gradient needs.
+    no gradient needs. What ranks share for copies counts for every graph as for the one that needs most.
     """
     named = {graph.name: graph for graph in graphs}
+    shared_bytes = max((graph.pool_bytes for graph in graphs), default=0)
     found = {}
     for graph in graphs:
         forward = named.get(forward_of(graph.name))
-        found[graph.name] = graph.peak_bytes + (0 if forward is None else held_bytes(inputs(forward), inputs(graph)))
+        held = 0 if forward is None else held_bytes(inputs(forward), inputs(graph))
+        found[graph.name] = graph.peak_bytes + shared_bytes - graph.pool_bytes + held
     return found
 
 

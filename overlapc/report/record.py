@@ -16,10 +16,9 @@ import torch.distributed as dist
 from overlapc import documents
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.report.captures import CAPTURES
-from overlapc.report.held_memory import forward_of, inputs
+from overlapc.report.held_memory import forward_of
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.runtime.steps import STEPS
-from overlapc.schedule.model import Buffer
 
 FORMAT = 1  # of record.json; incremented when code that reads the old format would misread the new one
 
@@ -99,10 +98,9 @@ def add(graph: GraphRecord) -> None:
     _graphs.append(graph)
 
 
-def given_to_forward(name: str) -> dict[str, Buffer]:
-    """Return the inputs of the forward that belongs to the backward `name`; empty for any other graph."""
-    forward = next((graph for graph in reversed(_graphs) if graph.name == forward_of(name)), None)
-    return {} if forward is None else inputs(forward)
+def forward(name: str) -> GraphRecord | None:
+    """Return the forward that belongs to the backward `name`; None for any other graph."""
+    return next((graph for graph in reversed(_graphs) if graph.name == forward_of(name)), None)
 
 
 def add_measured(report: Report) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
 from overlapc.codegen import generators
 from overlapc.codegen.cpp import CppGenerator
 from overlapc.codegen.generators import KernelSource
-from overlapc.codegen.sources import generate_kernels
+from overlapc.codegen.sources import Sources, generate_kernels, with_scratch
 from overlapc.fusion.to_schedule import to_schedule
+from overlapc.ir.body import Body, Reduce
+from overlapc.ir.ops import Layout, Loops, View
 from tests.fusion.small_graphs import graph, pointwise
+from tests.ir.bodies import loops_of, put, x
 
 
 def test_equal_kernels_of_layers_are_generated_once(monkeypatch: pytest.MonkeyPatch):
@@ -33,6 +38,23 @@ def test_equal_kernels_of_layers_are_generated_once(monkeypatch: pytest.MonkeyPa
     assert len({sources[name].text for name, _ in chain}) == 1
     assert [sources[name].buffers for name, _ in chain] == [(name, read) for name, read in chain]
     assert sources["z"].text != sources["y1"].text
+
+
+def test_a_reduction_that_is_split_among_programs_allocates_its_partial_results():
+    gpu, loops = torch.device("cuda", 0), loops_of("r", (1 << 20,))
+    total = Reduce("sum", x("a", loops[0].symbol), torch.float32)
+    result = View("total", Layout(gpu, torch.float32, (), ()))
+    split = Loops("total", gpu, Body((), loops, (put("total", sympy.S.Zero, total),)), (result,))
+    made = graph([split], ["total"], ["a"])
+    schedule = to_schedule([split], made)
+    source = Sources(made).of(split)
+    (node,) = with_scratch(schedule, made, Sources(made)).nodes
+    assert node.scratch_bytes == source.launch.scratch_bytes > 0
+    tuned = {source.name: replace(source, scratch_bytes=sympy.Integer(12))}
+    assert with_scratch(schedule, made, Sources(made), tuned).nodes[0].scratch_bytes == 12
+    whole = graph([pointwise("y", "a")], ["y"])
+    unsplit = to_schedule(whole.ops, whole)
+    assert with_scratch(unsplit, whole, Sources(whole)) is unsplit
 
 
 class Ahead(CppGenerator):

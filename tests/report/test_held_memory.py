@@ -37,6 +37,12 @@ def test_a_saved_view_of_a_parameter_counts_once():
     assert found["backward_3"] == (50 + 8 + 2) * MIB
 
 
+def test_memory_shared_for_copies_counts_for_every_graph_as_for_the_one_that_shares_most():
+    forward = replace(GRAPH, pool_bytes=3 * MIB)
+    found = peaks([forward, replace(backward("primals_1 = input : 8MiB"), pool_bytes=10 * MIB)])
+    assert found == {"forward_3": (100 + 7) * MIB, "backward_3": (50 + 4 + 2) * MIB}
+
+
 def test_a_backward_without_its_forward_keeps_its_own_peak():
     assert peaks([backward("primals_1 = input : 8MiB")]) == {"backward_3": 50 * MIB}
 

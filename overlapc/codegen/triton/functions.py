@@ -133,4 +133,4 @@ def named_source(
 ) -> KernelSource:
     """Return the source, whose name ends with a hash of its text and launch parameters."""
     digest = hashlib.sha256(repr((text, launch.identity())).encode()).hexdigest()[:12]
-    return KernelSource(f"{name}_{digest}", text, buffers, sizes, comment, launch)
+    return KernelSource(f"{name}_{digest}", text, buffers, sizes, comment, launch, launch.scratch_bytes)
