@@ -66,6 +66,24 @@ for what in "${@:-tests train}"; do
             $python -m overlapc.launch.cli report "$out/measure/record_overlapc.json" >"$out/measure/report.txt"
             grep -A60 '^predicted and measured' "$out/measure/report.txt" | head -60 | cut -c1-200
             ;;
+        peaks) # planned and measured memory of 50 random models, on the first two GPUs
+            for first in 0 10 20 30 40; do
+                CUDA_VISIBLE_DEVICES=0,1 OMP_NUM_THREADS=1 LINES_SHOWN=15 part "peaks_$first" 200 $python -m torch.distributed.run \
+                    --nproc-per-node 2 --master-port $((29600 + first)) benchmarks/random_peaks.py --device cuda --first "$first" --count 10 &
+            done
+            wait
+            ;;
+        lengths) # copies, NCCL, no communication and FSDP2 + compile at two lengths, and all 32 layers with AdamW
+            systems=overlapc,overlapc-nccl,overlapc-compute,compile
+            for seq in 4096 1024; do
+                part "length_$seq" 115 $python benchmarks/train_step.py --profile --seq $seq --systems $systems \
+                    --rounds 2 --steps 5 --seconds 105 --out "$out/length_$seq"
+            done
+            part layers_32 100 $python benchmarks/train_step.py --layers 32 --vocab 128256 --adamw --systems overlapc,compile \
+                --rounds 2 --steps 4 --seconds 90 --out "$out/layers_32"
+            ;;
+        tensor_parallel) part tensor_parallel 200 $python benchmarks/train_step.py --tp "$gpus" --profile \
+            --systems overlapc,overlapc-nccl,compile --rounds 2 --steps 5 --seconds 190 --out "$out/tensor_parallel" ;;
         kernels) LINES_SHOWN=90 part kernels 150 $python benchmarks/kernels.py --prepare 15 --seconds 115 ;;
         ops) # every operator of torch's database, on CUDA, sharded over this machine's cores
             shards=${SHARDS:-12}
@@ -79,7 +97,7 @@ for what in "${@:-tests train}"; do
             rm "$out"/ops_[0-9]*
             $python -m tests.ops.sweep --summary "$out/ops.jsonl" 2>&1 | tail -40 | cut -c1-300
             ;;
-        *) echo "no part named $each; known: tests parity train inductor thrifty calibrate contention clock measure predict kernels ops" >&2; exit 2 ;;
+        *) echo "no part named $each; known: tests parity train inductor thrifty calibrate contention clock measure predict peaks lengths tensor_parallel kernels ops" >&2; exit 2 ;;
         esac
     done
 done
