@@ -22,8 +22,8 @@ from overlapc.config import Config
 from overlapc.estimators.user_times import EarlierRun
 from overlapc.fx.collectives import find_collectives
 from overlapc.fx.graph_copy import copied
+from overlapc.fx.op_by_op import reason_to_run_op_by_op
 from overlapc.fx.partition import gathered_again, partition
-from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import subgraphs
 from overlapc.fx.versions import ends_in_break
 from overlapc.parallel.separate_blocks import compiled_alone
@@ -125,7 +125,7 @@ def _unfit(config: Config, *graphs: GraphModule) -> str:
     for graph in graphs:
         if next(subgraphs(graph), None) is not None:
             return "the step contains conditionals, loops or nested compile regions"
-        if guessed_size(graph.graph) is not None:
+        if reason_to_run_op_by_op(graph.graph) is not None:
             return "the step runs op by op"
     return ""
 

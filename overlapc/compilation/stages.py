@@ -25,7 +25,7 @@ from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inne
 from overlapc.compilation.kept_parameters import choice_of, partition_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
-from overlapc.fx.sizes import guessed_size
+from overlapc.fx.op_by_op import reason_to_run_op_by_op
 from overlapc.fx.versions import compiled_autograd
 from overlapc.ir.ops import LoweredGraph
 from overlapc.lowering import provenance
@@ -89,9 +89,9 @@ def _build(
     reported instead. single: it returns one value to that graph rather than a tuple.
     """
     began = time.perf_counter()
-    guessed = guessed_size(gm.graph)
-    if guessed is not None:
-        return Built(_uncompiled(gm, guessed), None)
+    uncompilable = reason_to_run_op_by_op(gm.graph)
+    if uncompilable is not None:
+        return Built(_uncompiled(gm, *uncompilable), None)
     dumps = Dumps(config, name)
     inner = inner_graphs(gm, config, name, _build)
     key = None if inner else key
@@ -200,14 +200,10 @@ def _with_pool(
     return on_pool, replace(report, peak_bytes=peak)
 
 
-def _uncompiled(gm: GraphModule, node: Node) -> Callable[..., Any]:
-    """Return a function that runs the graph op by op, and warn that a data-dependent size was traced as a constant."""
+def _uncompiled(gm: GraphModule, node: Node, why: str) -> Callable[..., Any]:
+    """Return a function that runs the graph op by op, and warn that it does because of `node`."""
     count("graphs_as_they_stand")
-    warnings.warn(
-        f"overlapc runs a graph op by op: {node.name} = {node.target} gives a size that depends on data and was traced"
-        f" as a constant ({provenance(node).source or 'unknown line'})",
-        stacklevel=2,
-    )
+    warnings.warn(f"overlapc runs a graph op by op: {why} ({provenance(node).source or 'unknown line'})", stacklevel=2)
     return make_boxed_func(gm.forward)
 
 
