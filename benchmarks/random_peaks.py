@@ -1,6 +1,7 @@
 """Compare planned peak memory with measured live memory, for random sharded models under random memory budgets.
 
     python benchmarks/random_peaks.py                                              # CPU
+    torchrun --nproc-per-node 2 benchmarks/random_peaks.py --count 50              # CPU ranks, everything by copies
     torchrun --nproc-per-node 2 benchmarks/random_peaks.py --device cuda --count 50
 
 Each model has some blocks (attention, gated and plain feed-forward, norms, checkpointing) of random sizes,
@@ -11,9 +12,10 @@ backward. Measured memory is the peak of the bytes requested from torch's alloca
 gradients of the first one: parameters, the batch, everything that the step requests, and what ranks share for copies.
 (The allocator may hand out a block that is up to 1 MiB larger, which is much for these models.)
 
-On a CPU the allocator's events come from torch's profiler, and the collectives from torch's fake process group of 4
-ranks, because gloo allocates memory for a reduce-scatter from the same allocator. oneDNN does so within a product in
-bfloat16; on a CPU, memory that a library call frees itself is not counted.
+On a CPU the allocator's events come from torch's profiler. gloo would allocate memory for a reduce-scatter from the
+same allocator, so collectives there are those of torch's fake process group of 4 ranks or, under torchrun, copies
+between ranks. oneDNN does so within a product in bfloat16; on a CPU, memory that a library call frees itself is not
+counted.
 
 A model is right if measured memory is at most the planned memory, and planned memory at most the budget. The output has
 planned over measured memory, as median and extremes; refused are budgets for which overlapc finds no schedule.
@@ -211,6 +213,8 @@ def tried(drawn: Drawn, mesh: DeviceMesh, scale: int, budget: int | None) -> Fou
     gc.collect()  # the memory that ranks shared for the last model's copies is freed with its compiled steps
     model, tokens = drawn.model(mesh, scale)
     options: dict[str, Any] = {"memory": drawn.memory, "warm_start": False}
+    if dist.get_backend() == "gloo":
+        options["transport"] = "copy"
     if budget is not None:
         options["memory_budget"] = budget
     step = torch.compile(model, backend="overlapc", fullgraph=True, options=options)
@@ -244,6 +248,8 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if args.device == "cuda":
         dist.init_process_group("nccl")
+    elif "LOCAL_RANK" in os.environ:
+        dist.init_process_group("gloo")
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
