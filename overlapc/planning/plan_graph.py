@@ -237,7 +237,8 @@ def _stages(
     before = copied(gm.graph) if config.transport == AUTO and transports.wanted and followed is None else None
     try:
         planned = stages(transports=transports)
-        _check_forward(planned.result.schedule)
+        if followed is None:  # else it uses the memory that is open already
+            _check_forward(planned.result.schedule)
         copies = transports.opened(planned.result.schedule) if opens_copies else {}
     except (MemoryBudgetError, NoSharedMemory) as error:  # raised on all ranks, or on none
         if before is None or not transports.groups:
@@ -509,7 +510,8 @@ def _check_forward(schedule: Schedule) -> None:
     if peak > forward.budget_bytes:
         raise MemoryBudgetError(
             f"{schedule.name}: what ranks share for its copies would raise the peak of {forward.name} to"
-            f" {human_bytes(peak)}, over memory_budget\nhint: raise memory_budget",
+            f" {human_bytes(peak)}, over memory_budget"
+            '\nhint: raise memory_budget, or let {"transport": "auto"} use the library instead',
             peak,
         )
 
