@@ -246,7 +246,6 @@ def main() -> int:
         os.environ[variable] = "0"  # torch's flight recorder would keep earlier models' compiled steps and their memory
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if args.device == "cuda":
         dist.init_process_group("nccl")
     elif "LOCAL_RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -35,7 +35,8 @@ class KernelSource:
     sizes: tuple[sympy.Symbol, ...] = ()
     comment: str = field(default="", compare=False)  # provenance; not part of the identity
     launch: Any = field(default=None, compare=False)  # the generator's own launch parameters (grid, block sizes, …)
-    scratch_bytes: sympy.Expr = field(default=sympy.S.Zero, compare=False)  # memory that a launch allocates for itself
+    # What the launcher allocates for each launch and frees after it: partial results of a reduction.
+    scratch_bytes: sympy.Expr = field(default=sympy.S.Zero, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

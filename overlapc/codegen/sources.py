@@ -20,17 +20,35 @@ _LINES = 4  # lines of the user's code in a kernel's comment
 
 
 class Sources:
-    """The sources of a graph's kernels, with the tilings that heuristics choose.
+    """The sources of a graph's kernels, with the tilings that heuristics choose or autotuning measured.
 
     Of kernels that differ only in their buffers, as those of equal layers do, one is generated.
     """
 
-    def __init__(self, graph: LoweredGraph) -> None:
+    def __init__(self, graph: LoweredGraph, tuned: Mapping[str, KernelSource] | None = None) -> None:
+        """tuned: replacements from autotuning, by the name of the source that each replaces."""
         self._graph = graph
+        self._tuned = tuned or {}
         self._generated: dict[tuple[str, Body, str], KernelSource] = {}
 
     def of(self, op: Kernel) -> KernelSource:
         """Return the source of the kernel of `op`; CompileError if none can be generated."""
+        source = self._by_heuristics(op)
+        other = self._tuned.get(source.name)
+        if other is None:
+            return source
+        # Keep this op's buffers: the measured kernel may be that of another layer.
+        return replace(other, buffers=source.buffers, sizes=source.sizes, comment=source.comment)
+
+    def scratch_bytes(self, op: object) -> int:
+        """Return the bytes that the launcher of a generated kernel allocates for each launch, at the traced sizes: only
+        reductions that are split among programs need any, for their partial results."""
+        if not isinstance(op, Loops | Combo) or op.device.type == "cpu":
+            return 0
+        reduces = any(part.body.reduction for part in loops_of(op))
+        return self._graph.hint(self.of(op).scratch_bytes) if reduces else 0
+
+    def _by_heuristics(self, op: Kernel) -> KernelSource:
         comment = "\n".join((f"{' '.join(op.origin.fx)} | {op.origin.source}", *op.origin.lines[1:_LINES]))
         if isinstance(op, Loops) and not op.body.checks():  # messages of checks name the op
             body, buffers = with_numbered_buffers(op.body)
@@ -58,44 +76,14 @@ class Sources:
         return generator.generate(op.body, _hint(op), comment, self._graph.size_hints)
 
 
-def generate_kernels(
-    schedule: Schedule,
-    graph: LoweredGraph,
-    tuned: Mapping[str, KernelSource] | None = None,
-    made: Sources | None = None,
-) -> dict[str, KernelSource]:
-    """Return the source of every generated kernel, by the name of its op.
-
-    tuned: replacements from autotuning, by the name of the source that each replaces. made: the sources of `graph`, if
-    some have been generated already.
-    """
-    sources, made = {}, made or Sources(graph)
-    for node in schedule.nodes:
-        op = node.payload
-        if not isinstance(op, Kernel):
-            continue
-        source = made.of(op)
-        other = (tuned or {}).get(source.name)
-        if other is not None:  # keep this op's buffers: the measured kernel may be that of another layer
-            source = replace(other, buffers=source.buffers, sizes=source.sizes, comment=source.comment)
-        sources[op.name] = source
-    return sources
+def generate_kernels(schedule: Schedule, sources: Sources) -> dict[str, KernelSource]:
+    """Return the source of every generated kernel, by the name of its op."""
+    return {node.payload.name: sources.of(node.payload) for node in schedule.nodes if isinstance(node.payload, Kernel)}
 
 
-def with_scratch(
-    schedule: Schedule, graph: LoweredGraph, made: Sources, tuned: Mapping[str, KernelSource] | None = None
-) -> Schedule:
-    """Return `schedule` with the bytes that generated kernels allocate for themselves: only reductions that are split
-    among programs do, for partial results. Arguments are those of `generate_kernels`."""
-
-    def scratch_bytes(op: Any) -> int:
-        reduces = isinstance(op, Loops | Combo) and any(part.body.reduction for part in loops_of(op))
-        if not reduces or op.device.type == "cpu":
-            return 0
-        source = made.of(op)
-        return graph.hint((tuned or {}).get(source.name, source).scratch_bytes)
-
-    sizes = [scratch_bytes(node.payload) for node in schedule.nodes]
+def with_scratch(schedule: Schedule, sources: Sources) -> Schedule:
+    """Return `schedule` with what launchers of generated kernels allocate in `Node.scratch_bytes`."""
+    sizes = [sources.scratch_bytes(node.payload) for node in schedule.nodes]
     if not any(sizes):
         return schedule
     nodes = zip(schedule.nodes, sizes, strict=True)

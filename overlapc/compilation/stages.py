@@ -135,7 +135,7 @@ def _generate(
     for constant, module in lowered.constants.items():
         if isinstance(module, GraphModule) and module in inner:
             lowered.constants[constant] = inner[module].module or inner[module].call
-    sources = generate_kernels(schedule, lowered, None if tuning is None else tuning.sources, planned.sources)
+    sources = generate_kernels(schedule, planned.sources)
     program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
     report = graph_record(result, fallbacks=fallbacks_of(result), attention=planned.attention)
     report = with_gathers(replace(report, not_copied=planned.not_copied), result, choice)

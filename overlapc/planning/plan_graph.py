@@ -290,12 +290,12 @@ def _scheduled(
     chain = chain_of(profile, config, lowered, inner, tuning)
     with phase("estimates"):
         schedule = _estimated(schedule, chain, agreement)
-    sources = Sources(lowered)
+    sources = Sources(lowered, None if tuning is None else tuning.sources)
     if generates_code and tuning is None:  # not earlier: threads would disturb what estimates measure
         with phase("code"):
             compile_ahead(schedule, sources, config.cache_dir)
     if generates_code:
-        schedule = with_scratch(schedule, lowered, sources, None if tuning is None else tuning.sources)
+        schedule = with_scratch(schedule, sources)
     if agreement is not None:
         schedule = _with_common_sizes(schedule, agreement)
     schedule = _beside_what_is_held(schedule)

@@ -54,7 +54,7 @@ class TritonLaunch:
 
     @property
     def scratch_bytes(self) -> sympy.Expr:
-        """Memory that a launch allocates for itself."""
+        """The bytes that the launcher allocates for each launch: the buffers of `scratch`."""
         return sympy.Add(*(dtype.itemsize * elements for dtype, elements in self.scratch))
 
 

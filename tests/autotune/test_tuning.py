@@ -111,8 +111,8 @@ def tuned(cache_dir: Path, seconds: float = 60.0, count: int = 2) -> Tuning:
 def test_every_launch_of_a_kernel_uses_its_fastest_tiling(paced: Paced, tmp_path: Path):
     schedule, lowered = kernels()
     found = tune(schedule, lowered, weigh, tmp_path, seconds=60)
-    plain = generate_kernels(schedule, lowered)
-    sources = generate_kernels(schedule, lowered, found.sources)
+    plain = generate_kernels(schedule, Sources(lowered))
+    sources = generate_kernels(schedule, Sources(lowered, found.sources))
     assert {name: source.name for name, source in sources.items()} == {
         name: source.name + "_b" for name, source in plain.items()
     }

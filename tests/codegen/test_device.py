@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import overlapc.codegen.triton  # noqa: F401 (registers the generator)
 from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.python import PythonWrapper
-from overlapc.codegen.sources import generate_kernels
+from overlapc.codegen.sources import Sources, generate_kernels
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.to_schedule import to_schedule
 from overlapc.lowering import lower
@@ -52,7 +52,7 @@ def wrapper_of(function: Callable[..., Any], *devices: str, fused: bool = True) 
     lowered = lower(gm, "test", lambda device: True, {}.get)
     ops, _ = fuse_ops(lowered, enabled=fused)
     schedule = to_schedule(ops, lowered, ())
-    return PythonWrapper(build_program(schedule, lowered, generate_kernels(schedule, lowered)))
+    return PythonWrapper(build_program(schedule, lowered, generate_kernels(schedule, Sources(lowered))))
 
 
 def bound(wrapper: PythonWrapper, gpus: Gpus, launch: Callable[..., None]) -> Callable[[list[Any]], Any]:

@@ -16,7 +16,7 @@ import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
 from overlapc.codegen import generators
 from overlapc.codegen.fx import FxWrapper
 from overlapc.codegen.program_builder import build_program
-from overlapc.codegen.sources import generate_kernels
+from overlapc.codegen.sources import Sources, generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.to_schedule import to_schedule
@@ -48,7 +48,7 @@ def wrapped(function: Callable[..., Any], *inputs: Tensor) -> FxWrapper:
     lowered = lower(gm, "test", lambda device: True, comm.get)
     ops, fusion = fuse_ops(lowered)
     schedule = to_schedule(ops, lowered, kernel_of=fusion.kernel_of)
-    sources = generate_kernels(schedule, lowered)
+    sources = generate_kernels(schedule, Sources(lowered))
     program = build_program(schedule, lowered, sources)
     wrapper = FxWrapper(program)
     wrapper.function(generators.generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))

@@ -18,7 +18,7 @@ from overlapc.codegen.generators import generator_for
 from overlapc.codegen.program import Allocate, Call, Free, Launch, Program, Reuse, TakeOver, WaitFor
 from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.python import PythonWrapper
-from overlapc.codegen.sources import generate_kernels
+from overlapc.codegen.sources import Sources, generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.to_schedule import to_schedule
@@ -46,7 +46,7 @@ def compiled(
     lowered = lower(gm, "test", lambda device: True, {}.get)
     ops, _ = fuse_ops(lowered, enabled=fused)
     schedule = to_schedule(ops, lowered, (*freeable, *donated))
-    sources = generate_kernels(schedule, lowered)
+    sources = generate_kernels(schedule, Sources(lowered))
     program = build_program(schedule, lowered, sources, donated=donated)
     wrapper = PythonWrapper(program)
     return program, wrapper, wrapper.function(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
@@ -274,6 +274,6 @@ def test_a_wait_for_part_of_a_bucket_waits_for_the_whole_bucket():
     ]
     lowered = graph(ops, ["p", "q", "r"], inputs=("x", "y"), views=[view("x", 16)])
     schedule = to_schedule(ops, lowered)
-    program = build_program(schedule, lowered, generate_kernels(schedule, lowered))
+    program = build_program(schedule, lowered, generate_kernels(schedule, Sources(lowered)))
     shown = [item.op.name for item in program.instructions if isinstance(item, Launch | Call | WaitFor)]
     assert shown == ["a+1", "c", "u", "v", "p", "w", "q", "t", "r"]

@@ -12,7 +12,7 @@ from overlapc.codegen import program_builder
 from overlapc.codegen.buffer_pool import peak_bytes, pooled
 from overlapc.codegen.program import Program
 from overlapc.codegen.program_builder import build_program
-from overlapc.codegen.sources import generate_kernels
+from overlapc.codegen.sources import Sources, generate_kernels
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.to_schedule import to_schedule
 from overlapc.ir.ops import LoweredGraph
@@ -42,6 +42,6 @@ def test_memory_has_the_content_that_is_read_in_any_order_of_any_program(
     donated = [name for name in graph.inputs if name not in changed and data.draw(st.booleans())]
     schedule = data.draw(reordered(to_schedule(ops, graph, donated)))
     with patch.object(program_builder, "SMALLEST_REUSED", 0):
-        made = build_program(schedule, graph, generate_kernels(schedule, graph), donated=donated)
+        made = build_program(schedule, graph, generate_kernels(schedule, Sources(graph)), donated=donated)
     assert check(made, schedule, graph) <= analyze(schedule).peak_bytes
     check(pooled(made), schedule, graph)

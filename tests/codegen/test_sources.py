@@ -33,7 +33,7 @@ def test_equal_kernels_of_layers_are_generated_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CppGenerator, "generate", noted)
     chain = [("y1", "a"), ("y2", "y1"), ("y3", "y2")]
     made = graph([pointwise(name, read) for name, read in chain] + [pointwise("z", "a", elements=9)], ["y3", "z"])
-    sources = generate_kernels(to_schedule(made.ops, made), made)
+    sources = generate_kernels(to_schedule(made.ops, made), Sources(made))
     assert len(generated) == 2
     assert len({sources[name].text for name, _ in chain}) == 1
     assert [sources[name].buffers for name, _ in chain] == [(name, read) for name, read in chain]
@@ -48,13 +48,13 @@ def test_a_reduction_that_is_split_among_programs_allocates_its_partial_results(
     made = graph([split], ["total"], ["a"])
     schedule = to_schedule([split], made)
     source = Sources(made).of(split)
-    (node,) = with_scratch(schedule, made, Sources(made)).nodes
+    (node,) = with_scratch(schedule, Sources(made)).nodes
     assert node.scratch_bytes == source.launch.scratch_bytes > 0
     tuned = {source.name: replace(source, scratch_bytes=sympy.Integer(12))}
-    assert with_scratch(schedule, made, Sources(made), tuned).nodes[0].scratch_bytes == 12
+    assert with_scratch(schedule, Sources(made, tuned)).nodes[0].scratch_bytes == 12
     whole = graph([pointwise("y", "a")], ["y"])
     unsplit = to_schedule(whole.ops, whole)
-    assert with_scratch(unsplit, whole, Sources(whole)) is unsplit
+    assert with_scratch(unsplit, Sources(whole)) is unsplit
 
 
 class Ahead(CppGenerator):

@@ -20,7 +20,7 @@ from overlapc.codegen import generators
 from overlapc.codegen.generators import Alternative, KernelSource, Launcher
 from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.python import PythonWrapper
-from overlapc.codegen.sources import generate_kernels
+from overlapc.codegen.sources import Sources, generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.to_schedule import to_schedule
@@ -175,7 +175,7 @@ def test_a_third_partys_device_uses_its_own_kernels_and_memory(monkeypatch: pyte
     lowered = lower(gm, "test", lambda device: generators.has_generator(device.type), {}.get)
     ops, _ = fuse_ops(lowered)
     schedule = to_schedule(ops, lowered, ())
-    wrapper = PythonWrapper(build_program(schedule, lowered, generate_kernels(schedule, lowered)))
+    wrapper = PythonWrapper(build_program(schedule, lowered, generate_kernels(schedule, Sources(lowered))))
     devices = []
 
     def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
