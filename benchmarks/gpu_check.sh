@@ -82,7 +82,7 @@ for what in "${@:-tests train}"; do
             part layers_32 100 $python benchmarks/train_step.py --layers 32 --vocab 128256 --adamw --systems overlapc,compile \
                 --rounds 2 --steps 4 --seconds 90 --out "$out/layers_32"
             ;;
-        tensor_parallel) part tensor_parallel 200 $python benchmarks/train_step.py --tp "$gpus" --profile \
+        tensor_parallel) part tensor_parallel 200 $python benchmarks/train_step.py --tp "$gpus" --batch 2 --profile \
             --systems overlapc,overlapc-nccl,compile --rounds 2 --steps 5 --seconds 190 --out "$out/tensor_parallel" ;;
         kernels) LINES_SHOWN=90 part kernels 150 $python benchmarks/kernels.py --prepare 15 --seconds 115 ;;
         ops) # every operator of torch's database, on CUDA, sharded over this machine's cores

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from turns import answer_on_rank, step_times
+from turns import answer_on_rank, of_all_ranks, step_times
 
 import overlapc
 from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
@@ -117,11 +118,18 @@ class System:
         return result
 
     def time(self) -> dict[str, Any]:
-        """Return the milliseconds of each step, by CUDA events or the host's clock, and this GPU's peak memory."""
-        return step_times(self.once, self.args.steps, self.args.device)
+        """Return the milliseconds of each step, by CUDA events or the host's clock, and this GPU's peak memory.
+
+        Also the median of the slowest rank: without communication ranks do not wait for each other.
+        """
+        found = step_times(self.once, self.args.steps, self.args.device)
+        return found | {"slowest_ms": max(of_all_ranks(statistics.median(found["times_ms"])))}
 
     def profile(self) -> dict[str, Any]:
-        """Return kernel times per step; ours also saves its record, with every node's measured and predicted time."""
+        """Return kernel times per step, and of all ranks those of the one that waits least, which others wait for.
+
+        Ours also saves its record, with every node's measured and predicted time.
+        """
         out: Path | None = self.args.out
         if self.name.startswith("overlapc"):
             with overlapc.report.measure():
@@ -133,9 +141,11 @@ class System:
         if self.args.device == "cpu":
             return {}
         spans = spans_of(self.once)
-        if out is not None and self.rank == 0:
-            (out / f"kernels_{self.name}.json").write_text(json.dumps(spans))
-        return kernel_times(spans)
+        if out is not None:
+            (out / f"kernels_{self.name}_{self.rank}.json").write_text(json.dumps(spans))
+        ranks = of_all_ranks(kernel_times(spans))
+        busiest = min(ranks, key=lambda times: times["exposed_ms"] + times["idle_ms"])
+        return ranks[0] | {f"busiest_rank_{name}": busiest[name] for name in ("compute_ms", "exposed_ms", "idle_ms")}
 
     def once(self) -> None:
         """Run one step, with the optimizer if `--adamw` asks for it."""

@@ -172,6 +172,13 @@ def each_step_ms(step: Callable[[], object], steps: int, device: str) -> list[fl
     return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return what each rank passed, in the order of ranks; all must call it."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def step_times(step: Callable[[], object], steps: int, device: str) -> dict[str, Any]:
     """Return `times_ms` of each of `steps` steps, by CUDA events or the host's clock, and `peak_gib` of this GPU."""
     if device == "cuda":

@@ -112,13 +112,18 @@ def profile_document(
 
 
 def with_copies(document: dict[str, Any], origin: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a profile file's content with its entries about copies replaced by the measurements of `ranks`."""
+    """Return a profile file's content with the measurements of copies between `ranks` in it.
+
+    They replace those of as many ranks; tables of fewer or more ranks stay, and the link is fitted to all.
+    """
     measured = median_of(list(ranks))
     slowdowns = dict(document["quantities"].get("slowdowns", {"value": {}, "origin": ""}))
     slowdowns["value"] = {**slowdowns["value"], **measured["quantities"].get("slowdowns", {})}
     slowdowns["origin"] = f"{slowdowns['origin'].partition('; copies: ')[0]}; copies: {origin}"
-    link = fit_copies([table_from_json(table) for table in measured["tables"]])
-    kept = [table for table in document["tables"] if not table["collective"].endswith(f" via {COPY}")]
+    replaced = {(table["collective"], table["ranks"]) for table in measured["tables"]}
+    kept = [table for table in document["tables"] if (table["collective"], table["ranks"]) not in replaced]
+    tables = [*kept, *({**table, "origin": origin} for table in measured["tables"])]
+    link = fit_copies([table_from_json(table) for table in tables if table["collective"].endswith(f" via {COPY}")])
     found = {
         **document,
         "quantities": {
@@ -126,7 +131,7 @@ def with_copies(document: dict[str, Any], origin: str, ranks: Sequence[Mapping[s
             "slowdowns": slowdowns,
             "copy_link": {"value": link_to_json(link), "origin": f"fitted to the tables of copies, {origin}"},
         },
-        "tables": [*kept, *({**table, "origin": origin} for table in measured["tables"])],
+        "tables": tables,
         "facts": {**document.get("facts", {}), **measured["facts"]},
     }
     profile_from_json(found)

@@ -126,8 +126,7 @@ class StreamQueue:
         self._device_index = device.index
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._local_copies = torch.cuda.Stream(device, priority=-1)
-        with torch.cuda.device(device):
-            self._streams = native.CopyStream(self._stream.cuda_stream, self._local_copies.cuda_stream)
+        self._streams = native.CopyStream(self._stream.cuda_stream, self._local_copies.cuda_stream)
         self._watch = _Watch(name, name_of, timeout_s, device)
 
     def prepared(self, commands: Sequence[Command]) -> PackedCommands:

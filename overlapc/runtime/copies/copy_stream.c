@@ -43,12 +43,13 @@ static struct {
   int (*context)(Context *context);
   int (*enter)(Context context);
   int (*leave)(Context *context);
+  int (*context_of)(Stream stream, Context *context);
 } driver;
 
 static PyObject *open_driver(PyObject *module, PyObject *path) {
   static const char *const names[] = {"cuMemcpyAsync", "cuStreamBatchMemOp_v2", "cuStreamWaitEvent", "cuEventCreate",
                                       "cuEventRecord", "cuEventQuery", "cuEventDestroy_v2", "cuCtxGetCurrent",
-                                      "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"};
+                                      "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamGetCtx"};
   const char *name = PyUnicode_AsUTF8(path);
   if (!name) return NULL;
   void *library = dlopen(name, RTLD_LAZY);
@@ -61,8 +62,41 @@ static PyObject *open_driver(PyObject *module, PyObject *path) {
   Py_RETURN_NONE;
 }
 
-static PyObject *refused(const char *call, int error) {
-  return PyErr_Format(PyExc_RuntimeError, "%s failed with CUDA driver error %d", call, error);
+typedef struct {
+  const char *call; /* that failed */
+  int error;
+} Failure;
+
+#define CHECK(call, name)                                              \
+  do {                                                                 \
+    int code = (call);                                                 \
+    if (code) return (Failure){name, code};                            \
+  } while (0)
+
+#define STEP(call)                      \
+  do {                                  \
+    Failure failure = (call);           \
+    if (failure.error) return failure;  \
+  } while (0)
+
+static PyObject *refused(Failure failure) {
+  return PyErr_Format(PyExc_RuntimeError, "%s failed with CUDA driver error %d", failure.call, failure.error);
+}
+
+/* Makes a context current if it is not: a thread may have another device's, and a thread that has not used a GPU yet has
+   none. `*entered` says whether the caller has to call `driver.leave`. */
+static Failure enter(Context context, int *entered) {
+  Context current = NULL;
+  CHECK(driver.context(&current), "cuCtxGetCurrent");
+  if (current == context) return (Failure){0};
+  CHECK(driver.enter(context), "cuCtxPushCurrent");
+  *entered = 1;
+  return (Failure){0};
+}
+
+static void leave(int entered) {
+  Context left;
+  if (entered) driver.leave(&left);
 }
 
 /* --- the end of a collective */
@@ -70,19 +104,28 @@ static PyObject *refused(const char *call, int error) {
 typedef struct {
   PyObject_HEAD
   Event event;
+  Context context;
 } Done;
 
 static PyObject *done_query(Done *self, PyObject *unused) {
   int error = driver.query_event(self->event);
-  if (error && error != NOT_READY) return refused("cuEventQuery", error);
+  if (error && error != NOT_READY) return refused((Failure){"cuEventQuery", error});
   return PyBool_FromLong(!error);
+}
+
+static Failure wait_in_context(Done *self, Stream stream, int *entered) {
+  STEP(enter(self->context, entered));
+  CHECK(driver.wait_event(stream, self->event, 0), "cuStreamWaitEvent");
+  return (Failure){0};
 }
 
 static PyObject *done_wait(Done *self, PyObject *stream) {
   uint64_t number = PyLong_AsUnsignedLongLong(stream);
   if (number == (uint64_t)-1 && PyErr_Occurred()) return NULL;
-  int error = driver.wait_event((Stream)(uintptr_t)number, self->event, 0);
-  if (error) return refused("cuStreamWaitEvent", error);
+  int entered = 0;
+  Failure failure = wait_in_context(self, (Stream)(uintptr_t)number, &entered);
+  leave(entered);
+  if (failure.error) return refused(failure);
   Py_RETURN_NONE;
 }
 
@@ -115,17 +158,6 @@ typedef struct {
   Context context;
 } CopyStream;
 
-typedef struct {
-  const char *call; /* that failed */
-  int error;
-} Failure;
-
-#define CHECK(call, name)                                              \
-  do {                                                                 \
-    int code = (call);                                                 \
-    if (code) return (Failure){name, code};                            \
-  } while (0)
-
 static Failure after(CopyStream *self, Stream later, Stream earlier) {
   CHECK(driver.record_event(self->joint, earlier), "cuEventRecord");
   CHECK(driver.wait_event(later, self->joint, 0), "cuStreamWaitEvent");
@@ -138,12 +170,6 @@ static Failure flush(CopyStream *self, MemoryOperation *operations, unsigned *co
   if (enqueued) CHECK(driver.operate(self->main, enqueued, operations, 0), "cuStreamBatchMemOp");
   return (Failure){0};
 }
-
-#define STEP(call)                      \
-  do {                                  \
-    Failure failure = (call);           \
-    if (failure.error) return failure;  \
-  } while (0)
 
 static Failure enqueue(CopyStream *self, Stream current, const Command *commands, Py_ssize_t count, const int64_t *base,
                        Event done) {
@@ -172,18 +198,11 @@ static Failure enqueue(CopyStream *self, Stream current, const Command *commands
   return (Failure){0};
 }
 
-/* Enqueues commands in the context of the streams: another device may be the thread's current one. */
-static Failure in_context(CopyStream *self, Stream current, const Command *commands, Py_ssize_t count,
-                          const int64_t *base, Done *done) {
-  Context context = NULL;
-  CHECK(driver.context(&context), "cuCtxGetCurrent");
-  int other = context != self->context;
-  if (other) CHECK(driver.enter(self->context), "cuCtxPushCurrent");
-  int error = driver.create_event(&done->event, NO_TIMING);
-  Failure failure = {"cuEventCreate", error};
-  if (!error) failure = enqueue(self, current, commands, count, base, done->event);
-  if (other) driver.leave(&context);
-  return failure;
+static Failure enqueue_in_context(CopyStream *self, Stream current, const Command *commands, Py_ssize_t count,
+                                  const int64_t *base, Done *done, int *entered) {
+  STEP(enter(self->context, entered));
+  CHECK(driver.create_event(&done->event, NO_TIMING), "cuEventCreate");
+  return enqueue(self, current, commands, count, base, done->event);
 }
 
 static PyObject *copy_stream_run(CopyStream *self, PyObject *const *args, Py_ssize_t given) {
@@ -198,13 +217,24 @@ static PyObject *copy_stream_run(CopyStream *self, PyObject *const *args, Py_ssi
   Done *done = PyObject_New(Done, &DoneType);
   if (!done) return NULL;
   done->event = NULL;
+  done->context = self->context;
+  int entered = 0;
+  Py_ssize_t count = bytes / sizeof(Command);
   Failure failure;
   Py_BEGIN_ALLOW_THREADS /* a call waits while the driver's queue is full */
-  failure = in_context(self, (Stream)(uintptr_t)current, (Command *)commands, bytes / sizeof(Command), base, done);
+  failure = enqueue_in_context(self, (Stream)(uintptr_t)current, (Command *)commands, count, base, done, &entered);
+  leave(entered);
   Py_END_ALLOW_THREADS
   if (!failure.error) return (PyObject *)done;
   Py_DECREF(done);
-  return refused(failure.call, failure.error);
+  return refused(failure);
+}
+
+static Failure create_joint(CopyStream *self, int *entered) {
+  CHECK(driver.context_of(self->main, &self->context), "cuStreamGetCtx");
+  STEP(enter(self->context, entered));
+  CHECK(driver.create_event(&self->joint, NO_TIMING), "cuEventCreate");
+  return (Failure){0};
 }
 
 static PyObject *copy_stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -215,11 +245,12 @@ static PyObject *copy_stream_new(PyTypeObject *type, PyObject *args, PyObject *k
   if (!self) return NULL;
   self->main = (Stream)(uintptr_t)stream;
   self->own = (Stream)(uintptr_t)own;
-  int error = driver.context(&self->context);
-  if (!error) error = driver.create_event(&self->joint, NO_TIMING);
-  if (!error) return (PyObject *)self;
+  int entered = 0;
+  Failure failure = create_joint(self, &entered);
+  leave(entered);
+  if (!failure.error) return (PyObject *)self;
   Py_DECREF(self);
-  return refused("cuEventCreate", error);
+  return refused(failure);
 }
 
 static void copy_stream_free(PyObject *object) {
@@ -235,7 +266,7 @@ static PyMethodDef copy_stream_methods[] = {
 
 static PyTypeObject CopyStreamType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "overlapc_copies.CopyStream",
-    .tp_doc = "CopyStream(stream, own_stream), of the current device",
+    .tp_doc = "CopyStream(stream, own_stream): both of one device",
     .tp_basicsize = sizeof(CopyStream),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = copy_stream_new,

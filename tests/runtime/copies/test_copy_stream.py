@@ -54,6 +54,7 @@ int cuEventDestroy_v2(number event) { return note("", "no event %lu\\n", event);
 int cuCtxGetCurrent(number *found) { *found = now; return 0; }
 int cuCtxPushCurrent_v2(number found) { return note("cuCtxPushCurrent", "context %lu\\n", found); }
 int cuCtxPopCurrent_v2(number *) { return note("", "context before\\n"); }
+int cuStreamGetCtx(number, number *found) { *found = 1; return 0; }
 }
 """
 MAIN, OWN, CURRENT = 11, 12, 13  # streams
@@ -129,7 +130,19 @@ def test_a_thread_on_another_device_enters_the_streams_context(made):
     done = stream.run(CURRENT, b"", 0, 0)
     assert driver.asked[0] == "context 1"
     assert driver.asked[-1] == "context before"
+    done.wait(CURRENT)
+    assert driver.asked[-3:] == ["context 1", "13 after event 1", "context before"]
     del done
+
+
+def test_streams_can_be_made_in_a_thread_that_has_not_used_the_gpu(loaded):
+    module, driver = loaded
+    driver.begin(context=0)
+    stream = module.CopyStream(MAIN, OWN)
+    assert driver.asked == ["context 1", "context before"]
+    driver.begin()
+    stream.run(CURRENT, b"", 0, 0)
+    assert not any(line.startswith("context") for line in driver.asked)
 
 
 @pytest.mark.parametrize(
