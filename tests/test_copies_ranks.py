@@ -68,9 +68,12 @@ def delays(device: str) -> Any:
 
 
 def trained(
-    transport: str, policy: MixedPrecisionPolicy, device: str, steps: int, late: bool = False
+    transport: str, policy: MixedPrecisionPolicy, device: str, steps: int, late: bool = False, measured: bool = False
 ) -> tuple[list[float], list[Tensor], list[Tensor]]:
-    """Train and return the losses, this rank's parameters after STEPS steps, and those after the last step."""
+    """Train and return the losses, this rank's parameters after STEPS steps, and those after the last step.
+
+    measured: measure the times of the last step.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -83,10 +86,11 @@ def trained(
     losses: list[float] = []
     early: list[Tensor] = []
     with delays(device) if late else contextlib.nullcontext():
-        for _ in range(steps):
+        for number in range(steps):
             x = torch.randn(8, 16, generator=generator).to(device)
-            loss = step(x).float().square().mean()
-            loss.backward()
+            with overlapc.report.measure() if measured and number == steps - 1 else contextlib.nullcontext():
+                loss = step(x).float().square().mean()
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -108,7 +112,7 @@ def parity(name: str, device: str = "cpu", steps: int = STEPS) -> dict[str, Any]
     """Train with copies, with the group's library and (bf16) with delayed copies, and return how the runs compare."""
     torch.set_num_threads(1)
     policy = POLICIES[name]
-    losses, early, parameters = trained("copy", policy, device, steps)
+    losses, early, parameters = trained("copy", policy, device, steps, measured=True)
     graphs = overlapc.report().steps[0].graphs[-2:]
     via = {(row.op, row.via) for graph in graphs for row in graph.collectives}
     theirs, library, _ = trained("nccl", policy, device, STEPS)
@@ -122,6 +126,7 @@ def parity(name: str, device: str = "cpu", steps: int = STEPS) -> dict[str, Any]
         "same bits": losses == again and all(map(torch.equal, parameters, late)),
         "not copied": [graph.not_copied for graph in graphs],
         "pools": [graph.pool_bytes > 0 for graph in graphs],
+        "in the trace": [graph.measured is not None and graph.measured.shows_communication for graph in graphs],
     }
 
 
@@ -132,12 +137,16 @@ def test_ten_fsdp_steps_match_gloo_and_have_the_same_bits_with_random_delays(ran
     check_parity(values_on_ranks(parity, ranks, policy, timeout_s=300.0), most)
 
 
-def check_parity(outcomes: list[dict[str, Any]], most: float) -> None:
-    """Assert the results of `parity`; `most` bounds the difference of losses and parameters from the library's."""
+def check_parity(outcomes: list[dict[str, Any]], most: float, in_trace: bool = True) -> None:
+    """Assert the results of `parity`; `most` bounds the difference of losses and parameters from the library's.
+
+    in_trace: whether a profiler shows the copies. It cannot where ranks share a GPU.
+    """
     for found in outcomes:
         assert found["via"] == {("all_gather", "copy"), ("all_to_all", "copy")}
         assert found["not copied"] == [{}, {}]
         assert found["pools"] == [True, True]
+        assert found["in the trace"] == [in_trace, in_trace]
         assert found["parameters"] < most
         assert found["losses"] < most
         assert found["same bits"]

@@ -30,6 +30,7 @@ from overlapc.ir.ops import (
 )
 from overlapc.runtime import support
 from overlapc.runtime.collective_ops import WAITED_ONE_BY_ONE
+from overlapc.runtime.marks import Label
 
 if TYPE_CHECKING:
     from overlapc.codegen.capturable import Rules
@@ -98,10 +99,9 @@ class NodeInstruction(Instruction):
 
     op: Kernel | Extern | Wait
 
-    @property
     @abstractmethod
-    def mark(self) -> tuple[str, int]:
-        """Its kind in a profiler mark, and the number of gloo operations that it starts (see runtime/marks.py)."""
+    def mark(self, graph: str) -> Label:
+        """Return the label of its mark in a profiler's trace."""
 
     @abstractmethod
     def written(self, program: Program) -> list[str]:
@@ -327,9 +327,8 @@ class Launch(NodeInstruction):
     def device(self) -> torch.device:
         return self.op.device
 
-    @property
-    def mark(self) -> tuple[str, int]:
-        return "launch", 1
+    def mark(self, graph: str) -> Label:
+        return Label(graph, "launch", self.op.name)
 
     def reads(self, program: Program) -> tuple[str, ...]:
         return self.variables
@@ -370,14 +369,15 @@ class Call(NodeInstruction):
         """Whether it starts a collective by copies, whose results are in the pool of a process group."""
         return isinstance(self.op.target, partial)
 
-    @property
-    def mark(self) -> tuple[str, int]:
+    def mark(self, graph: str) -> Label:
         if not self.starts:
-            return "call", 1
-        if self.by_copies:
-            return "start", 0
+            return Label(graph, "call", self.op.name)
+        if isinstance(self.op.target, partial):
+            start: Any = self.op.target.func  # `GraphCopies.start`
+            works = start.__self__.events_in_trace(*self.op.target.args)
+            return Label(graph, "start", self.op.name, works, f"@{start.__self__.pool.name}")
         each_by_itself = "reduce_scatter" in str(self.op.target) or self.op.target in WAITED_ONE_BY_ONE
-        return "start", len(self.results) if each_by_itself else 1
+        return Label(graph, "start", self.op.name, len(self.results) if each_by_itself else 1)
 
     def reads(self, program: Program) -> tuple[str, ...]:
         out = [self.op.result] if self.op.out else []
@@ -475,9 +475,8 @@ class WaitFor(NodeInstruction):
     op: Wait
     by: Callable[[], None] | None = None  # the function that blocks; None: the library's wait
 
-    @property
-    def mark(self) -> tuple[str, int]:
-        return "wait", 1
+    def mark(self, graph: str) -> Label:
+        return Label(graph, "wait", self.op.name)
 
     def reads(self, program: Program) -> tuple[str, ...]:
         return (self.variable,)

@@ -22,7 +22,6 @@ from overlapc.codegen.program import (
     WaitFor,
 )
 from overlapc.ir.ops import Extern, Handle, Layout, Provenance, View
-from overlapc.runtime import marks
 
 # Names that every printed module may use -> text for `objects.rebuild`.
 _KNOWN: Mapping[str, str] = {
@@ -140,9 +139,7 @@ class PythonWrapper:
         lines = item.python(self)
         if isinstance(item, NodeInstruction):
             if marked:
-                how, works = item.mark
-                label = marks.Label(self.program.name, how, item.op.name, works)
-                lines = [f"with mark({str(label)!r}):", *_indented(lines)]
+                lines = [f"with mark({str(item.mark(self.program.name))!r}):", *_indented(lines)]
             if self.checks:
                 lines = [*lines, *self._checking(item)]
         return item.tracked(self, lines) if self.tracked else lines

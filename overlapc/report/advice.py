@@ -126,7 +126,9 @@ def exposures(step: StepRecord, *, measured: bool = False) -> list[Exposure]:
 def exposed_is_measured(step: StepRecord) -> bool:
     """Whether the exposed time of every collective was measured in each graph (older records hold only sums)."""
     measured = [graph.measured for graph, _ in step.called]
-    return bool(measured) and all(times is not None and (times.exposed or not times.exposed_ns) for times in measured)
+    return bool(measured) and all(
+        each is not None and each.shows_communication and (each.exposed or not each.exposed_ns) for each in measured
+    )
 
 
 def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:

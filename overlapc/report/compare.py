@@ -164,7 +164,8 @@ def _graph_totals(graph: GraphRecord) -> Iterator[_Total]:
     measured = graph.measured
     assert measured is not None
     for what, predicted_ns in _predicted(graph).items():
-        yield graph.name, what, predicted_ns, getattr(measured, _FIELDS[what])
+        if measured.shows_communication or what in ("step", "compute"):
+            yield graph.name, what, predicted_ns, getattr(measured, _FIELDS[what])
 
 
 _FIELDS = {
@@ -184,12 +185,17 @@ def _predicted(graph: GraphRecord) -> dict[str, float]:
 
 
 def _sum(table: Iterable[_Total], times: Mapping[str, int]) -> list[_Total]:
-    """Return the totals of one step, which calls each graph `times[graph]` times."""
-    sums = {what: [0.0, 0.0] for what in _FIELDS}
+    """Return the totals of one step, which calls each graph `times[graph]` times: those that every graph has."""
+    found: dict[str, list[tuple[float, float]]] = {}
     for graph, what, predicted_ns, measured_ns in table:
-        sums[what][0] += predicted_ns * times.get(graph, 0)
-        sums[what][1] += measured_ns * times.get(graph, 0)
-    return [("one step", what, predicted_ns, measured_ns) for what, (predicted_ns, measured_ns) in sums.items()]
+        calls = times.get(graph, 0)
+        found.setdefault(what, []).append((predicted_ns * calls, measured_ns * calls))
+    graphs = len(found.get("step", ()))
+    return [
+        ("one step", what, sum(predicted for predicted, _ in each), sum(measured for _, measured in each))
+        for what, each in found.items()
+        if len(each) == graphs
+    ]
 
 
 def _quality(every: Iterable[Row]) -> Iterator[str]:

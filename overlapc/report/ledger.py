@@ -189,13 +189,21 @@ def recomputed_ns(step: StepRecord) -> float:
 
 def measured_parts(measured: Measured) -> tuple[Part, ...]:
     """Return the parts of a measured step, as far as a profiler can separate them."""
+    unseen = "" if measured.shows_communication else ", and waiting for collectives"
     parts = (
         Part("compute", measured.compute_ns, "extern"),
         Part("exposed communication", measured.exposed_ns, "idle"),
-        Part("gaps between kernels", measured.idle_ns - measured.late_ns, "gap"),
+        Part(f"gaps between kernels{unseen}", measured.idle_ns - measured.late_ns, "gap"),
         Part("waiting for the host", measured.late_ns, "host"),
     )
     return tuple(part for part in parts if part.ns > 0)
+
+
+def beside_compute(measured: Measured) -> list[tuple[str, float]]:
+    """Return (name, ns) of each part of a measured step's time in which no compute runs."""
+    if measured.shows_communication:
+        return [("exposed", measured.exposed_ns), ("idle", measured.idle_ns)]
+    return [("idle, or waiting for collectives that the trace does not show", measured.exposed_ns + measured.idle_ns)]
 
 
 def bars(step: StepRecord, ledger: Ledger) -> list[tuple[str, float, tuple[Part, ...]]]:
@@ -232,7 +240,7 @@ def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
     if step.clock_ns is not None:
         found.append(("step, by the clock", ms(step.clock_ns), "from one optimizer step to the next"))
     if seen is not None:
-        beside = f"exposed {ms(seen.exposed_ns)}, idle {ms(seen.idle_ns)}"
+        beside = ", ".join(f"{what} {ms(ns)}" for what, ns in beside_compute(seen))
         found.append(("step, measured", ms(seen.step_ns), beside))
     found.append(("step, predicted" if found else "step", ms(step.step_ns), f"as traced {ms(step.step_before_ns)}"))
     if step.tokens:

@@ -23,6 +23,7 @@ from statistics import median
 from types import TracebackType
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from overlapc.errors import ConfigError
@@ -53,7 +54,10 @@ class Measurement:
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        self._profile = self._stack.enter_context(profile(activities=activities))
+        # On CPUs a thread of their own runs copies; on GPUs a profiler sees all threads' work on the device anyway.
+        every_thread = _ExperimentalConfig(profile_all_threads=not self._cuda)
+        profiler = profile(activities=activities, experimental_config=every_thread)
+        self._profile = self._stack.enter_context(profiler)
         self._stack.enter_context(marked())
         return self
 
@@ -108,6 +112,7 @@ def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
     measured = Measured(
         len(runs), times.step_ns, times.compute_ns, times.comm_ns, times.exposed_ns, times.idle_ns, times.nodes,
         times.beside, times.late_ns, tuple(_spans(runs[nearest], each[nearest].stalls, schedule)), exposed,
+        times.nodes.keys() >= set(collective_of.values()),
     )  # fmt: skip
     return replace(graph, measured=measured)
 

@@ -89,6 +89,8 @@ class Measured:
     late_ns: Ns = 0.0  # the part of idle_ns in which the host had not launched the next kernel yet
     spans: tuple[Span, ...] = ()  # of the run whose step time is nearest to the median
     exposed: Mapping[str, Ns] = field(default_factory=dict)  # collective -> its part of exposed_ns
+    # Whether the trace shows every collective. Otherwise comm_ns and exposed_ns lack some, and idle_ns has their time.
+    shows_communication: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,4 +284,5 @@ def measured_step(step: StepRecord) -> Measured | None:
         name: sum(getattr(each, name) * times for each, times in measured)
         for name in ("step_ns", "compute_ns", "comm_ns", "exposed_ns", "idle_ns", "late_ns")
     }
-    return Measured(runs=min(each.runs for each, _ in measured), **sums)
+    seen = all(each.shows_communication for each, _ in measured)
+    return Measured(runs=min(each.runs for each, _ in measured), **sums, shows_communication=seen)

@@ -11,7 +11,7 @@ from overlapc.report.advice import Exposure, exposed_is_measured, exposures
 from overlapc.report.captures import captures_lines
 from overlapc.report.held_memory import peak_parts, step_peak_bytes
 from overlapc.report.kept_gathered import gathered_lines
-from overlapc.report.ledger import tokens_per_s
+from overlapc.report.ledger import beside_compute, tokens_per_s
 from overlapc.report.limiting_factor import Spent, sources
 from overlapc.report.model import CollectiveRow, Found, GraphRecord, StepRecord, measured_step
 from overlapc.report.times import change, ms, us
@@ -197,7 +197,7 @@ def _measured_lines(step: StepRecord) -> Iterator[str]:
     """Yield the measured time of the graphs, if all were measured, and of the whole step by the host's clock."""
     seen = measured_step(step)
     if seen is not None:
-        parts = [("compute", seen.compute_ns), ("exposed", seen.exposed_ns), ("idle", seen.idle_ns)]
+        parts = [("compute", seen.compute_ns), *beside_compute(seen)]
         for_host = f" ({ms(seen.late_ns)} of it waiting for the host)" if seen.late_ns else ""
         yield f"measured     {ms(seen.step_ns)}: {', '.join(f'{what} {ms(ns)}' for what, ns in parts)}{for_host}"
     if step.clock_ns is not None:

@@ -2,11 +2,13 @@
 
 A trace recorded under `overlapc.report.measure()` has a mark around every node (runtime/marks.py). On a GPU a kernel
 belongs to the mark around its launch, found by CUPTI's correlation ids. On a CPU the mark is the time of a kernel or
-call, and a collective is the next work of gloo after its mark.
+call, and a collective is the next work of gloo after its mark. Copies between ranks are counted off: each group runs
+them in order on a stream, or thread, of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from overlapc.runtime import marks
 Interval = tuple[float, float]  # ns
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+_BETWEEN_GPUS = "Memcpy PtoP"  # the profiler's name of a copy from one GPU to another
 _MOST_BYTES = 2**31  # limit of a file's size; torch writes hundreds of megabytes for a few steps
 
 
@@ -135,14 +138,17 @@ def _trace(events: Sequence[_Event], rank: int | None) -> Trace:
             marked = Marked(label, event.interval, event.args.id)
             by_thread.setdefault(event.tid, []).append(marked)
             order.append(marked)
-    on_device = _attach_kernels(spans, by_thread)
+    on_device, others = _attach_kernels(spans, by_thread)
     if not on_device:
         _attach_host(spans, order)
+    _attach_copies(spans, others, order)
     return Trace(_runs(order), on_device, rank)
 
 
-def _attach_kernels(spans: Iterable[_Event], by_thread: Mapping[int | str, list[Marked]]) -> bool:
-    """Add to each mark the kernels launched within it; return whether there were any."""
+def _attach_kernels(
+    spans: Iterable[_Event], by_thread: Mapping[int | str, list[Marked]]
+) -> tuple[bool, Sequence[_Event]]:
+    """Add to each mark the kernels launched within it; return whether there were any, and those outside of marks."""
     launches: dict[int | str, Marked] = {}
     by_id = {marked.id: marked for each in by_thread.values() for marked in each if marked.id is not None}
     starts = {thread: [marked.host[0] for marked in each] for thread, each in by_thread.items()}
@@ -154,7 +160,7 @@ def _attach_kernels(spans: Iterable[_Event], by_thread: Mapping[int | str, list[
         at = bisect_right(starts[event.tid], at_ns) - 1
         if at >= 0 and at_ns <= by_thread[event.tid][at].host[1]:
             launches[correlation] = by_thread[event.tid][at]
-    any_found = False
+    any_found, others = False, []
     for event in spans:
         if event.cat in _DEVICE:
             # If the trace has no launches of the driver's API, the kernel has the id of the mark itself.
@@ -162,7 +168,39 @@ def _attach_kernels(spans: Iterable[_Event], by_thread: Mapping[int | str, list[
             if marked is not None:
                 marked.work.append(event.interval)
                 any_found = True
-    return any_found
+            else:
+                others.append(event)
+    return any_found, others
+
+
+def _attach_copies(spans: Iterable[_Event], on_device: Iterable[_Event], order: Sequence[Marked]) -> None:
+    """Add to each start of a collective by copies the next copies of its queue.
+
+    On a GPU a trace does not say which queue a stream belongs to: that with as many copies as the queue's starts have.
+    Where no stream has, or several have, the queue's collectives get no times.
+    """
+    starts: dict[str, list[Marked]] = {}
+    for marked in order:
+        if marked.label.queue and not marked.work:
+            starts.setdefault(marked.label.queue, []).append(marked)
+    by_thread: dict[str, list[Interval]] = {}
+    for event in spans:
+        queue = marks.copied_by(event.name)
+        if queue is not None:
+            by_thread.setdefault(queue, []).append(event.interval)
+    by_stream: dict[int | str, list[Interval]] = {}
+    for event in on_device:
+        if event.name.startswith(_BETWEEN_GPUS):
+            by_stream.setdefault(event.tid, []).append(event.interval)
+    wanted = {queue: sum(marked.label.works for marked in each) for queue, each in starts.items()}
+    for queue, each in starts.items():
+        streams = [found for found in by_stream.values() if len(found) == wanted[queue]]
+        found = by_thread.get(queue) or (streams[0] if len(streams) == 1 else [])
+        if len(found) != wanted[queue] or (streams and list(wanted.values()).count(wanted[queue]) > 1):
+            continue
+        copies = iter(sorted(found))
+        for marked in each:
+            marked.work += itertools.islice(copies, marked.label.works)
 
 
 def _of(number: int | str | None, marked: Mapping[int | str, Marked]) -> Marked | None:
@@ -180,7 +218,7 @@ def _attach_host(spans: Iterable[_Event], order: Sequence[Marked]) -> None:
     for marked in order:
         if marked.label.how in ("launch", "call"):
             marked.work.append(marked.host)
-        elif marked.label.how == "start":
+        elif marked.label.how == "start" and not marked.label.queue:
             while at < len(gloo) and gloo[at][0] < marked.host[0]:
                 at += 1
             marked.work += gloo[at : at + marked.label.works]
@@ -210,6 +248,8 @@ def run_times(run: Sequence[Marked], collective_of: Mapping[str, str], on_device
     # Intervals are merged because the parts of one collective may run concurrently.
     flights = {node: each for node, each in work.items() if node in collective_of}
     compute = merged(span for node, each in work.items() if node not in collective_of for span in each)
+    for node, waited in _waits_for_peers(run, collective_of) if on_device else ():
+        flights[node] = merged([*flights[node], waited])
     comm = merged(span for each in flights.values() for span in each)
     computed, communicated = Covered.by(compute), Covered.by(comm)
     beside = {node: (computed if node in flights else communicated).share(each) for node, each in work.items()}
@@ -256,6 +296,26 @@ def _stalls(
         if start < end:
             in_flight = [name for name, each in flights.items() if Covered.by(each).overlap_ns([(start, end)])]
             yield Stall(in_flight[0], (start, end))
+
+
+def _waits_for_peers(run: Sequence[Marked], collective_of: Mapping[str, str]) -> Iterator[tuple[str, Interval]]:
+    """Yield each gap between kernels in which compute waits for a collective by copies, and that collective.
+
+    Other ranks send what it waits for, and this rank's trace does not show their copies.
+    """
+    copied = {marked.label.node for marked in run if marked.label.queue and marked.work}
+    end, awaited = math.inf, ""
+    for marked in run:
+        collective = collective_of.get(marked.label.node)
+        if marked.label.how == "wait" and collective in copied:
+            awaited = collective or ""
+        if collective is not None:
+            continue
+        for begin, until in merged(marked.work):
+            start = max(end, marked.host[0])
+            if awaited and begin > start:
+                yield awaited, (start, begin)
+            end, awaited = until, ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch.profiler import record_function
 
 PREFIX = "overlapc/"
+_COPYING = "overlapc copies "
 _on = False
 
 
@@ -24,11 +26,14 @@ class Label:
     graph: str
     how: str  # "launch" of a generated kernel, "call", "start" or "wait"
     node: str
-    works: int = 1  # operations that gloo performs for a start: a coalesced scatter is one per tensor
+    # Events of a start that a trace shows without saying whose they are: gloo's operations (a coalesced scatter is one
+    # per tensor), copies to or from other GPUs, or the one of `copying`.
+    works: int = 1
+    queue: str = ""  # of a start by copies: the name of its queue, which runs them in order
 
     def __str__(self) -> str:
-        """The mark's name in a trace: `overlapc/forward_0/launch/1/_to_copy_3`."""
-        return f"{PREFIX}{self.graph}/{self.how}/{self.works}/{self.node}"
+        """The mark's name in a trace: `overlapc/forward_0/launch/1/_to_copy_3`, or with `start@dp` in it."""
+        return f"{PREFIX}{self.graph}/{self.how}{self.queue}/{self.works}/{self.node}"
 
     @classmethod
     def parse(cls, name: str) -> Label | None:
@@ -37,10 +42,21 @@ class Label:
         if not name.startswith(PREFIX) or len(parts) != 5:
             return None
         _, graph, how, works, node = parts
-        return cls(graph, how, node, int(works))
+        how, at, name = how.partition("@")
+        return cls(graph, how, node, int(works), at + name)
 
 
 mark = record_function
+
+
+def copying(queue: str) -> AbstractContextManager[Any]:
+    """Return a context manager that shows a collective's copies in a trace while marks are on; see `copied_by`."""
+    return record_function(_COPYING + queue) if _on else contextlib.nullcontext()
+
+
+def copied_by(name: str) -> str | None:
+    """Return the queue whose copies an event of this name shows; None for other events."""
+    return name.removeprefix(_COPYING) if name.startswith(_COPYING) else None
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def seen(cases: Any) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_steps_match_the_library_and_have_the_same_bits_with_random_delays(ranks: int):
-    check_parity(on_ranks(ranks, parity, "bf16", "cuda", 200), 2e-2)
+    check_parity(on_ranks(ranks, parity, "bf16", "cuda", 200), 2e-2, in_trace=torch.cuda.device_count() >= ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

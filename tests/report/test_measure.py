@@ -1,6 +1,7 @@
 """Profiler traces are matched to nodes: synthetic traces of a GPU and a real one of a CPU."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,8 @@ from overlapc.runtime.marks import Label
 US = 1e3
 
 
-def mark(how, node, ts, dur, works=1):
-    label = Label("forward_0", how, node, works)
+def mark(how, node, ts, dur, works=1, queue=""):
+    label = Label("forward_0", how, node, works, queue)
     return {"ph": "X", "cat": "user_annotation", "name": str(label), "ts": ts, "dur": dur, "tid": 1}
 
 
@@ -31,6 +32,44 @@ def launch(correlation, ts, tid=1, category="cuda_driver"):
 def kernel(correlation, ts, dur, name="k"):
     return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7,
             "args": {"correlation": correlation}}  # fmt: skip
+
+
+def copied(ts, dur, stream=20):
+    return {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": ts, "dur": dur,
+            "tid": stream, "args": {"correlation": 1000 + ts}}  # fmt: skip
+
+
+def by_copies(*copies):
+    """Return a step whose gathers go by copies, two of ag0 and one of ag1; compute then waits for other ranks' copies
+    from 160 on, where k0 ends, and the host launches mm0 at 150."""
+    return [
+        mark("start", "ag0", 0, 2, 2, "@dp"), mark("start", "ag1", 2, 2, 1, "@dp"), *copies,
+        mark("launch", "k0", 6, 3), launch(1, 7), kernel(1, 100, 60),
+        mark("wait", "w0", 10, 1), mark("wait", "w1", 11, 1),
+        mark("call", "mm0", 150, 5), launch(2, 151), kernel(2, 190, 30),
+    ]  # fmt: skip
+
+
+BY_COPIES = """schedule forward_0
+p = input : 1MiB
+x = input : 1MiB
+ag0 = all_gather(p) @dp(4) via copy : 4MiB 50us [table t]
+ag1 = all_gather(x) @dp(4) via copy : 4MiB 50us [table t]
+k0 = kernel(x) : 1MiB 20us [roofline r]
+w0 = wait(ag0)
+w1 = wait(ag1)
+mm0 = extern:mm(k0, w0, w1) flops=1000000000 : 1MiB 30us [roofline r]
+"""
+
+
+TOTALS = re.compile("forward_0 +(communication|exposed|idle) .*ms .*ms")
+
+
+def of_copies(tmp_path, *copies):
+    """Return the graph with the times of that step."""
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": by_copies(*copies)}))
+    return with_trace(replace(GRAPH, schedule=BY_COPIES), read_trace(path))
 
 
 def step_on_gpu(at, first):
@@ -140,6 +179,36 @@ def test_exposed_time_belongs_to_the_collective_that_the_next_kernel_waits_for(t
     assert sum(measured.exposed.values()) == measured.exposed_ns == 80 * US
     waits = [(span.node, span.start_ns, span.end_ns) for span in measured.spans if span.kind == "idle"]
     assert waits == [("ag0", 20 * US, 30 * US), ("ag1", 30 * US, 70 * US), ("ag2", 100 * US, 130 * US)]
+
+
+def test_copies_between_gpus_are_counted_off_and_a_wait_for_those_of_other_ranks_is_exposed(tmp_path):
+    copies = [copied(120, 5), copied(110, 10), copied(140, 10)]  # in any order in the file
+    measured = of_copies(tmp_path, *copies).measured
+    assert measured.nodes == {"ag0": 15 * US, "ag1": 10 * US, "k0": 60 * US, "mm0": 30 * US}
+    assert (measured.step_ns, measured.compute_ns) == (120 * US, 90 * US)
+    assert (measured.exposed_ns, measured.idle_ns) == (30 * US, 0)
+    assert measured.exposed == {"ag1": 30 * US}
+    assert measured.shows_communication
+    assert TOTALS.search(str(Report((StepRecord(graphs=(replace(GRAPH, measured=measured),)),))))
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        pytest.param([], id="none in the trace"),
+        pytest.param([copied(110, 10)], id="fewer than were started"),
+        pytest.param([copied(at, 5, stream) for at in (110, 120, 130) for stream in (20, 21)], id="on two streams"),
+    ],
+)
+def test_copies_that_cannot_be_told_apart_are_not_measured(tmp_path, copies):
+    graph = of_copies(tmp_path, *copies)
+    assert graph.measured.nodes == {"k0": 60 * US, "mm0": 30 * US}
+    assert not graph.measured.shows_communication
+    report = Report((StepRecord(rank=0, world_size=4, graphs=(graph,)),))
+    text = str(report)
+    assert "idle, or waiting for collectives that the trace does not show 0.030 ms" in text
+    assert "collectives: 0 of 2 measured" in text
+    assert not TOTALS.search(text)
 
 
 def test_only_the_last_runs_count_when_asked(tmp_path):

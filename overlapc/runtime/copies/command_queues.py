@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overlapc.errors import PeerLost, ToolchainError
+from overlapc.runtime import marks
 from overlapc.runtime.copies.commands import Command, Copy, Post, Run, Until, in_run
 from overlapc.runtime.native_launcher import DRIVER
 from overlapc.runtime.native_module import native_module
@@ -84,8 +85,9 @@ class ThreadQueue:
             try:
                 if self._failed is not None:
                     raise self._failed
-                for command in commands:
-                    self._do(command if isinstance(command, Copy) else in_run(command, run))
+                with marks.copying(self._name):
+                    for command in commands:
+                        self._do(command if isinstance(command, Copy) else in_run(command, run))
                 done.set_result(None)
             except BaseException as error:  # noqa: BLE001  # `wait` raises it: PeerLost, or a bug in overlapc
                 self._failed = error  # later commands would wait for data that was never sent

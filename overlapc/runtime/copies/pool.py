@@ -318,6 +318,12 @@ class GraphCopies:
             pool.held += 1
         return results
 
+    def events_in_trace(self, index: int) -> int:
+        """Return how many events of collective `index` a profiler shows: on GPUs each copy to or from another rank."""
+        if self.pool.device.type == "cpu":
+            return 1
+        return len(self.layout.begins[index].tensors) * self.blocks[index] * (len(self.pool.ranks) - 1)
+
     def _commands(self, index: int, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Command]:
         """Return this rank's commands for a collective of these tensors."""
         assert self.pool.memory is not None
