@@ -73,6 +73,8 @@ class System:
             result["said"] = [
                 f"{graph.name}: {calls} x {what}" for graph in graphs for what, calls in graph.attention.items()
             ]
+            phases = overlapc.report().steps[0].seconds.items()
+            result["said"].append(f"compiling, s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in phases)}")
         return result
 
     def time(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ torch's own look-up of the entry point imports overlapc, torch registers the bac
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -58,7 +59,7 @@ def _register(registry: ModuleType) -> None:
 def _prepare_early() -> None:
     """Make `torch.compile` check overlapc's options; otherwise they are first checked when the first graph is compiled,
     30 frames deep in the first call. It also pauses garbage collection while Dynamo compiles, and prepares Dynamo for
-    the equal blocks of a model that overlapc shards.
+    messages that are logged once and for the equal blocks of a model that overlapc shards.
 
     torch 2.11 to 2.13 keep backend, options and mode in `_TorchCompileWrapper`. In a torch without this class, options
     are still checked with the first graph.
@@ -76,12 +77,27 @@ def _prepare_early() -> None:
             from overlapc.options.checked_options import checked_options
 
             pause_while_compiling()
+            _skip_messages_logged_once()
             config = checked_options(**getattr(self, "kwargs", {}))
             access = sys.modules.get("overlapc.parallel.access")
             if access is not None and config.trace_once:
                 access.replay_equal_blocks()
 
     compile_wrapper.__init__ = init_and_prepare
+
+
+def _skip_messages_logged_once() -> None:
+    """Make Dynamo skip calls of a logger's `warning_once` and `info_once`, with which transformers extends loggers.
+
+    Otherwise a message, such as that of gradient checkpointing about `use_cache`, ends the graph amid a model, and
+    Dynamo traces all that comes before it once more for each function that it is nested in.
+    """
+    from torch._dynamo import config
+
+    for name in ("warning_once", "info_once"):
+        method = getattr(logging.Logger, name, None)
+        if method is not None:
+            config.ignore_logging_functions.add(method)
 
 
 class _Watch(MetaPathFinder):

@@ -70,3 +70,34 @@ def test_four_threads_that_compile_first_all_find_the_backend(
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+ONCE = """
+import functools, logging, torch, overlapc
+
+@functools.lru_cache(None)
+def warning_once(self, *args):
+    self.warning(*args)
+
+logging.Logger.warning_once = warning_once  # as transformers does
+logger = logging.getLogger("a model's")
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.inner(x).relu()
+        logger.warning_once("use_cache is ignored")
+        return self.inner(x).sum()
+
+model, x = Model(), torch.randn(2, 4)
+expected = model(x)
+assert torch.equal(torch.compile(model, backend="overlapc", fullgraph=True)(x), expected)
+"""
+
+
+def test_a_message_that_is_logged_once_does_not_break_the_graph(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}", "OVERLAPC_CACHE_DIR": f"{tmp_path}"}
+    subprocess.run([sys.executable, "-c", ONCE], check=True, env=environment, timeout=120)
