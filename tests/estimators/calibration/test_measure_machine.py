@@ -12,7 +12,7 @@ from overlapc.estimators.calibration.clock import CpuClock, collective_ns, compu
 from overlapc.estimators.calibration.effort import AttentionShape, Effort
 from overlapc.estimators.calibration.measure_contention import mean_of, slowdown_of
 from overlapc.estimators.calibration.measure_machine import Measurement
-from overlapc.estimators.calibration.quick_profile import cpu_derived, median_of, profile_document
+from overlapc.estimators.calibration.quick_profile import cpu_derived, median_of, profile_document, with_copies
 from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
 from overlapc.schedule.collective_kinds import NAMES
 from tests.ranks import values_on_ranks
@@ -106,6 +106,24 @@ def test_the_profile_has_the_clock_of_the_slowest_device():
     quantities = profile_document("x", "o", ranks, lambda _: {})["quantities"]
     assert quantities["clock_by_utilization"]["value"] == [[702.0, 0.7], [1000.0, 0.96]]
     assert quantities["kernel_floor_ns"]["value"] == 2.0
+
+
+def copied(ranks, ns_per_byte):
+    """Return a rank's measurement of gathers by copies: 1000 ns, and `ns_per_byte` for what a rank sends."""
+    sent = (ranks - 1) / ranks
+    points = [[size, 1000.0 + sent * size * ns_per_byte] for size in (4, 4096, 65536)]
+    table = {"collective": "all_gather via copy", "ranks": ranks, "dtype": "", "points": points}
+    return {"quantities": {}, "tables": [table], "curves": {}, "facts": {}}
+
+
+def test_copies_between_more_ranks_are_added_to_a_profile_and_replace_those_between_as_many():
+    nothing = {"quantities": {}, "tables": [], "curves": {}, "facts": {}}
+    document = profile_document("x", "first", [nothing], lambda _: {})
+    for ranks, ns_per_byte in ((2, 1.0), (4, 4.0), (4, 2.0)):
+        document = with_copies(document, f"{ns_per_byte}", [copied(ranks, ns_per_byte)] * ranks)
+    assert [(table["ranks"], table["origin"]) for table in document["tables"]] == [(2, "1.0"), (4, "2.0")]
+    link = profile_from_json(document).copy_link
+    assert (link.bytes_per_s, link.step_ns) == (pytest.approx(0.5e9), pytest.approx(1000))  # of the slower table
 
 
 def test_a_call_is_timed_between_other_calls_and_a_launch_by_itself():
