@@ -8,7 +8,7 @@ a change that does not pay off is undone, and the report says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.passes.reasons import Reason
+from overlapc.schedule.late import with_late_collectives
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Node, Schedule
 
@@ -74,24 +75,8 @@ class Context:
         return schedule.fact("timeline", lambda: simulate(schedule, self.profile, self.cache_dir), of=self.profile)
 
     def late(self, schedule: Schedule) -> Schedule:
-        """Return `schedule` with each collective's estimate times `overlap_margin`. Cached; alike ones share nodes."""
-        return schedule.fact("late", lambda: self._late(schedule), of=self.overlap_margin)
-
-    def _late(self, schedule: Schedule) -> Schedule:
-        like = schedule.like
-        late, known = (None, {}) if like is None else (self.late(like), self._late_nodes(like))
-        return schedule.with_nodes([known.get(id(node)) or self.late_node(node) for node in schedule.nodes], late)
-
-    def _late_nodes(self, schedule: Schedule) -> dict[int, Node]:
-        """Return the nodes of `late(schedule)` by the id of the node that each is made of. Cached: many are like it."""
-        pairs = zip(map(id, schedule.nodes), self.late(schedule).nodes, strict=True)
-        return schedule.fact("late nodes", lambda: dict(pairs), of=self.overlap_margin)
-
-    def late_node(self, node: Node) -> Node:
-        """Return `node` with its estimate times `overlap_margin` if it is a collective."""
-        if node.comm is None or node.estimate is None:
-            return node
-        return replace(node, estimate=Estimate(node.estimate.ns * self.overlap_margin, node.estimate.source))
+        """Return `schedule` with each collective's estimate times `overlap_margin`. Cached with it."""
+        return with_late_collectives(schedule, self.overlap_margin)
 
 
 @dataclass

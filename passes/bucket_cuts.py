@@ -25,6 +25,7 @@ from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
 from overlapc.passes.plan_overlap import plan_overlap
 from overlapc.passes.sink_waits import sink_waits
 from overlapc.schedule.collective_kinds import KINDS
+from overlapc.schedule.late import late_node
 from overlapc.schedule.model import Kind, Node, Schedule
 
 # A collective that is exposed for less than this share of the step is left alone.
@@ -127,6 +128,6 @@ class _Window:
     def _part(self, edges: tuple[int, int]) -> tuple[NodeCosts, ...]:
         if edges not in self.parts:
             node = bucket_node(self.members[slice(*edges)], None, self.cost)
-            late = [clock.of_node(self.ctx.late_node(node)) for clock in self.clocks[1:]]
+            late = [clock.of_node(late_node(node, self.ctx.overlap_margin)) for clock in self.clocks[1:]]
             self.parts[edges] = self.clocks[0].of_node(node), *late
         return self.parts[edges]

@@ -50,26 +50,16 @@ def records_of(reports: Sequence[PassReport], before: Timeline, after: Timeline)
         comm, now = node.comm, after.collectives[node.name]
         was = [before.collectives[name] for name in members or (node.name,)]
         limit, causes = _limit(reports, node, wait, hidden=node.estimate is not None and now.exposed_ns <= 0)
-        records.append(
-            CollectiveRecord(
-                name=node.name,
-                op=node.op if comm is None else comm.collective,
-                group=node.group,
-                size=0 if comm is None else comm.size,
-                bytes=0 if comm is None else comm.bytes,
-                estimate_ns=None if node.estimate is None else node.estimate.ns,
-                source="unknown" if node.estimate is None else node.estimate.source,
-                exposed_before_ns=sum(collective.exposed_ns for collective in was),
-                hidden_before_ns=sum(collective.hidden_ns for collective in was),
-                exposed_after_ns=now.exposed_ns,
-                hidden_after_ns=now.hidden_ns,
-                moves=sum(report.moves.get(name, 0) for report in reports for name in names),
-                limit=limit,
-                causes=causes,
-                members=members,
-                via="" if comm is None else comm.via,
-            )
-        )
+        records.append(CollectiveRecord(
+            name=node.name, op=node.op if comm is None else comm.collective,
+            group=node.group, size=0 if comm is None else comm.size, bytes=0 if comm is None else comm.bytes,
+            estimate_ns=None if node.estimate is None else node.estimate.ns,
+            source="unknown" if node.estimate is None else node.estimate.source,
+            exposed_before_ns=sum(each.exposed_ns for each in was), exposed_after_ns=now.exposed_ns,
+            hidden_before_ns=sum(each.hidden_ns for each in was), hidden_after_ns=now.hidden_ns,
+            moves=sum(report.moves.get(name, 0) for report in reports for name in names),
+            limit=limit, causes=causes, members=members, via="" if comm is None else comm.via,
+        ))  # fmt: skip
     return tuple(records)
 
 

@@ -10,7 +10,7 @@ is replayed with collectives as estimated and with late ones. It is made if neit
 than the incoming order: it may enable the next move. A move that shortens the step is tried next on all nodes like the
 one that moved, because layers repeat. In a short schedule, where these moves leave effort, pairs of kernels then
 exchange places (no single move leads there if the time beside both collectives is filled). Moves and exchanges
-alternate until both gain nothing twice in a row.
+alternate until both gain nothing twice in a row. At last, waits move towards their readers if that costs nothing.
 
 Times are those at the device clock that the incoming order leads to (`clock_under_load.py`). Effort is a number of
 replays, never a time, so ranks agree; a search with more effort begins with the same moves, so it is never worse. With
@@ -40,7 +40,7 @@ from overlapc.schedule import dependencies
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
-# Average over all replays: longer ones (in schedules of 20,000 nodes, or of queues with a backlog) use up more effort.
+# On average; longer replays (in schedules of 20,000 nodes, or of queues with a backlog) use up more effort.
 BLOCKS_PER_REPLAY = 4
 # After at most this many replays for each node that may move, nodes exchange places.
 EFFORT_PER_NODE = 60
@@ -52,6 +52,7 @@ COLLECTIVES_SHARE = 0.25  # of the proposed moves move starts and waits; the oth
 # A node moves by 2**n to 2**(n + 1) - 1 positions, with each n below this equally likely.
 POWERS = 7
 MOST_TOGETHER = 60  # nodes that one move takes along, at most
+LATER = 32  # positions by which a wait moves towards its reader at last: about one layer
 # A move that shortens the step by more than this share is tried on all nodes like the one that moved.
 WORTH_REPEATING = 2e-5
 SEED = 3  # seed 2 was tried on all captured steps, too, and two more seeds on three of them
@@ -66,7 +67,7 @@ def refine(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     report = PassReport("refine", counted=True)
     if search.best is None:
         return schedule, report
-    moved = schedule.replace_order(search.best, reorder_collectives=ctx.reorder_collectives)
+    moved = search.with_late_waits()
     _explain(report, schedule, moved)
     return moved, report
 
@@ -101,7 +102,8 @@ class Search:
         self.pool_bytes = memory.pool_bytes  # pools may not grow: their unused memory has no other use
         at_load = estimates_at_load(schedule, ctx.profile, ctx.timeline(schedule).step_ns)
         clock = schedule.with_estimates(at_load) if at_load else schedule
-        self.order = Order(schedule, ctx, [clock] if ctx.overlap_margin == 1 else [clock, ctx.late(clock)])
+        self.clocks = [clock] if ctx.overlap_margin == 1 else [clock, ctx.late(clock)]
+        self.ctx, self.order = ctx, Order(schedule, ctx, self.clocks)
         self.collectives = sorted({at for pair in schedule.started.items() for at in pair})
         self.compute = [at for at, node in enumerate(schedule.nodes) if node.kind in COMPUTE and ns_of(node) > 0]
         self.alike = _alike(schedule)
@@ -122,6 +124,23 @@ class Search:
     def best(self) -> list[str] | None:
         """The shortest order found that may be the final one, as names; None if no move led to one."""
         return None if self._best is None else [self.order.schedule.nodes[at].name for at in self._best]
+
+    def with_late_waits(self) -> Schedule:
+        """Return the best order with waits moved towards their readers if neither times nor memory change: less compute
+        then waits for a collective that ends later than estimated, because another rank is slow."""
+        how = {"reorder_collectives": self.ctx.reorder_collectives}
+        schedule, *clocks = (each.replace_order(self.best or (), **how) for each in (self.order.schedule, *self.clocks))
+        order, most = Order(schedule, self.ctx, clocks), inf if self.most_moves is None else self.most_moves
+        cost, pool_bytes = _Times.of(order.timings).cost, analyze(schedule).pool_bytes
+        for wait in sorted(schedule.started, reverse=True):
+            last = min((order.position[after] for after in order.succs[wait]), default=len(order.order)) - 1
+            move = order.shift(wait, min(last - order.position[wait], LATER), MOST_TOGETHER)
+            if move is None or self.made >= most or order.peak_with(move) > order.peak_bytes:
+                continue
+            if order.pool_bytes_with(move) <= pool_bytes and _Times.of(tuple(order.timings_with(move))).cost == cost:
+                order.make(move)
+                most -= 1
+        return schedule.replace_order((schedule.nodes[at].name for at in order.order), **how)
 
     def run(self, effort: int) -> None:
         """Search until this much effort is used up since the search began. A later call goes on from there."""

@@ -9,8 +9,7 @@ a gather of its own, which would wait for the other casts. Here nothing waits lo
 first node that reads any of them reads all of them, or none is read, as with the sums of a bucket's gradients.
 
 Keeps: data dependences, and the order of collectives. Runs after all orders are chosen: ranks with different shards
-have different kernels, and their orders must not depend on that. `Context.kernel_kind` says which kernels may share a
-launch, `Context.merge_payloads` makes the payload of that launch.
+have different kernels, and their orders must not depend on that.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.judge import keep_if_better
@@ -53,8 +54,7 @@ class Sink:
         self.incoming_peak = analyze(schedule).peak_bytes
         self.memory = Placing(schedule)
         self.life = self.memory.life
-        pooled = self.life.in_pool.__getitem__
-        self.in_pools = {at for at, touched in enumerate(self.life.touches) if any(map(pooled, touched))}
+        self.held_on: Counter[int] = Counter()  # storage -> held nodes that touch it
         self.now = 0.0
         self.placed: list[int] = []
         self.held: dict[int, None] = {}  # waits, and nodes that sink with them, in their old order
@@ -95,6 +95,7 @@ class Sink:
             self.waits[at] = None
             self._expect(at)
         self.reserved += self.life.allocates[at] + self.life.scratch[at]
+        self.held_on.update(self.life.touches[at])
 
     def _place(self, at: int) -> None:
         if at in self.held:
@@ -104,6 +105,7 @@ class Sink:
                 if (hidden := bisect.bisect_left(self.hidden, at)) < len(self.hidden) and self.hidden[hidden] == at:
                     del self.hidden[hidden]
             self.reserved -= self.life.allocates[at] + self.life.scratch[at]
+            self.held_on.subtract(self.life.touches[at])
         self.placed.append(at)
         self.now = self.queues.step(at, self.now)
         self.memory.place(at)
@@ -164,12 +166,17 @@ class Sink:
                 bisect.insort(self.hidden, wait)
 
     def _place_arrived(self) -> None:
-        """Place waits, and held readers, of copies that have ended: their pool memory has no other use meanwhile."""
+        """Place waits of copies that have ended, and their held readers, where that frees memory of a pool."""
         self._note_hidden()
-        arrived = [wait for wait in self.hidden if wait in self.in_pools] if self.in_pools else []
+        arrived = [wait for wait in self.hidden if self._frees_pool_memory(wait)]
         for at in tuple(self.held) if arrived else ():
             if at in self.held and all(wait in arrived or wait not in self.waits for wait in self.behind[at]):
                 self._place(at)
+
+    def _frees_pool_memory(self, wait: int) -> bool:
+        """Whether only held nodes use pool memory of this wait's collective from now on."""
+        pooled = (storage for storage in self.life.touches[wait] if self.life.in_pool[storage])
+        return any(self.memory.left[storage] == self.held_on[storage] for storage in pooled)
 
     def _make_room(self, at: int) -> None:
         """Place waits whose collectives hold memory that `at` needs: hidden waits first, the oldest of them first."""

@@ -42,6 +42,16 @@ def test_compute_before_a_start_moves_after_it():
     assert report.reasons["rs"] == "data dependence on a"
 
 
+def test_at_last_a_wait_moves_to_its_reader_though_its_collective_is_hidden_already():
+    schedule = parse("""
+        ag = all_gather(p) @dp : 0B 9us; a = kernel(x) : 0B 9us; rs = reduce_scatter(a) @tp : 0B 5us; s = wait(rs)
+        w = wait(ag); y = kernel(s) : 0B 9us; b = kernel(x) : 0B 9us; z = kernel(y, b, w) : 0B 9us
+    """)
+    moved, _ = refine(schedule, Context())
+    assert order_of(moved)[-2:] == ["w", "z"]
+    assert refine(schedule, Context(most_moves=0))[0] is schedule
+
+
 GATHER = """
     k = kernel(x) : 0B 9us; c = kernel(p) : 0B {}; ag = all_gather(c) @dp : 0B 9us; w = wait(ag)
     y = kernel(k, w) : 0B 9us
