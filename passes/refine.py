@@ -49,8 +49,7 @@ ROUNDS_WITHOUT_GAIN = 2
 # So many proposed moves, most of them impossible and not replayed, use up as much effort as a replay.
 PROPOSALS_PER_REPLAY = 20
 COLLECTIVES_SHARE = 0.25  # of the proposed moves move starts and waits; the others move compute
-# A node moves by 2**n to 2**(n + 1) - 1 positions, with each n below this equally likely.
-POWERS = 7
+POWERS = 7  # a node moves by 2**n to 2**(n + 1) - 1 positions, with each n below this equally likely
 MOST_TOGETHER = 60  # nodes that one move takes along, at most
 LATER = 32  # positions by which a wait moves towards its reader at last: about one layer
 # A move that shortens the step by more than this share is tried on all nodes like the one that moved.
@@ -61,13 +60,14 @@ SEED = 3  # seed 2 was tried on all captured steps, too, and two more seeds on t
 @register_pass("refine")
 def refine(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """Search until the effort is used up; see the module docstring."""
-    search: Search = schedule.fact("search", lambda: Search(schedule, ctx), of=replace(ctx, effort=0, verify=False))
+    search: Search = schedule.fact("search", lambda: Search(schedule, ctx), of=replace(ctx, effort=0, trial=False))
     search = search if search.effort <= ctx.effort else Search(schedule, ctx)
     search.run(ctx.effort)
     report = PassReport("refine", counted=True)
     if search.best is None:
         return schedule, report
-    moved = search.with_late_waits()
+    moved = schedule.replace_order(search.best, reorder_collectives=ctx.reorder_collectives)
+    moved = moved if ctx.trial else search.with_late_waits(moved)
     _explain(report, schedule, moved)
     return moved, report
 
@@ -125,11 +125,10 @@ class Search:
         """The shortest order found that may be the final one, as names; None if no move led to one."""
         return None if self._best is None else [self.order.schedule.nodes[at].name for at in self._best]
 
-    def with_late_waits(self) -> Schedule:
-        """Return the best order with waits moved towards their readers if neither times nor memory change: less compute
-        then waits for a collective that ends later than estimated, because another rank is slow."""
-        how = {"reorder_collectives": self.ctx.reorder_collectives}
-        schedule, *clocks = (each.replace_order(self.best or (), **how) for each in (self.order.schedule, *self.clocks))
+    def with_late_waits(self, schedule: Schedule) -> Schedule:
+        """Return `schedule`, in the best order, with waits moved towards their readers if neither times nor memory
+        change: less compute then waits for a collective that ends later than estimated, because a rank is slow."""
+        clocks = [clock.replace_order(self.best or ()) for clock in self.clocks]
         order, most = Order(schedule, self.ctx, clocks), inf if self.most_moves is None else self.most_moves
         cost, pool_bytes = _Times.of(order.timings).cost, analyze(schedule).pool_bytes
         for wait in sorted(schedule.started, reverse=True):
@@ -140,7 +139,8 @@ class Search:
             if order.pool_bytes_with(move) <= pool_bytes and _Times.of(tuple(order.timings_with(move))).cost == cost:
                 order.make(move)
                 most -= 1
-        return schedule.replace_order((schedule.nodes[at].name for at in order.order), **how)
+        names = (schedule.nodes[at].name for at in order.order)
+        return schedule.replace_order(names, reorder_collectives=self.ctx.reorder_collectives)
 
     def run(self, effort: int) -> None:
         """Search until this much effort is used up since the search began. A later call goes on from there."""

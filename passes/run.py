@@ -97,7 +97,7 @@ class _Plans:
 
     def _trial_ns(self, limit: int) -> float:
         """Return the cost after a short search, of the same effort whatever `Context.effort` is."""
-        ctx = replace(self.ctx, budget_bytes=limit, dump=None, stop_after=None, effort=TRIAL_EFFORT, verify=False)
+        ctx = replace(self.ctx, budget_bytes=limit, dump=None, stop_after=None, effort=TRIAL_EFFORT, trial=True)
         return cost(run_passes(self._order(limit)[0], ctx, self.passes[self.search : self.last])[0], ctx)[0]
 
     def shortest(self, budget: int) -> Result:

@@ -76,7 +76,7 @@ def run_passes(
             moved = first_moves(current, moved, moves)
         report.seconds = time.perf_counter() - begin
         report.changed = moved is not current
-        if ctx.verify and report.changed:
+        if ctx.verify and not ctx.trial and report.changed:
             verify(
                 moved,
                 name,

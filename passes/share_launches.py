@@ -3,10 +3,9 @@
     c = kernel(p); d = kernel(q); a, b = all_gather(c, d) @dp node=a+1
  -> c, d = kernel(p, q) node=c+1; a, b = all_gather(c, d) @dp node=a+1
 
-A launch costs host time and a gap on the device, which is more than a small kernel takes: of 500 launches of an FSDP
-step of eight Llama layers, 136 are such casts. Fusion cannot merge them: before bucketing, each cast stands in front of
-a gather of its own, which would wait for the other casts. Here nothing waits longer: the kernels are adjacent, and the
-first node that reads any of them reads all of them, or none is read, as with the sums of a bucket's gradients.
+A launch costs host time and a gap on the device, which is more than a small kernel takes. Fusion cannot merge them:
+before bucketing, each cast stands in front of a gather of its own, which would wait for the other casts. Here none
+waits longer: the first node that reads any of them reads all of them, or none is read, as with sums of gradients.
 
 Keeps: data dependences, and the order of collectives. Runs after all orders are chosen: ranks with different shards
 have different kernels, and their orders must not depend on that.
