@@ -39,7 +39,7 @@ from turns import Turns
 ALONE = (
     *(REFERENCE, "inductor-overlap"),
     *("overlapc", "overlapc-nccl", "overlapc-copy", "overlapc-budget", "overlapc-compute", "overlapc-none"),
-    "overlapc-tuned",
+    *("overlapc-tuned", "overlapc-dtensors"),
 )
 ENVIRONMENT = {"compile-16ctas": {"NCCL_MAX_CTAS": "16"}, "compile-8ctas": {"NCCL_MAX_CTAS": "8"}}
 

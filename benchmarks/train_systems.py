@@ -5,6 +5,7 @@ train_step.py starts it through turns.py. The systems are:
     overlapc, -none, -tuned    ours with the default passes, without passes, and with measured block sizes
     overlapc-nccl, -copy       ours with all collectives by NCCL, or all by copies (transport=)
     overlapc-budget            ours with `--memory-budget`: parameters that fit stay gathered until backward
+    overlapc-dtensors          ours on FSDP that is written with DTensors alone, without `fully_shard`
     overlapc-compute           ours without communication: every rank has the whole parameters, in bf16
     eager, compile             FSDP2, and FSDP2 with every block compiled by Inductor
     compile-16ctas, -8ctas     compile with NCCL_MAX_CTAS, which train_step.py sets
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +37,9 @@ from turns import answer_on_rank, of_all_ranks, step_times
 import overlapc
 from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # FSDP by DTensors is shared with the tests
+from tests.parallel.tiny import fsdp_with_dtensors
+
 SYSTEMS = (
     *(
         "overlapc",
@@ -44,6 +49,7 @@ SYSTEMS = (
         "overlapc-compute",
         "overlapc-none",
         "overlapc-tuned",
+        "overlapc-dtensors",
         "eager",
         "compile",
         "compile-16ctas",
@@ -60,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlapc-compute": {},
     "overlapc-none": {"passes": "none"},
     "overlapc-tuned": {"autotune": True},
+    "overlapc-dtensors": {},  # FSDP by DTensors alone, without `fully_shard`
 }
 MODELS: dict[str, Callable[[argparse.Namespace], LlamaConfig]] = {
     "8b": lambda args: LlamaConfig.llama_8b(args.layers, args.seq),
@@ -176,6 +183,9 @@ def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Llama:
                 for name, parameter in list(module._parameters.items()):
                     if parameter is not None:
                         module._parameters[name] = torch.nn.Parameter(parameter.detach().to(torch.bfloat16))
+        return model
+    if system == "overlapc-dtensors":
+        fsdp_with_dtensors(model, mesh, torch.bfloat16)
         return model
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if system == REFERENCE:

@@ -80,8 +80,7 @@ class Copying:
 
     def on(self, layouts: Mapping[str, Layout], pools: Mapping[str, Pool]) -> dict[str, Copied]:
         """Map the name of each start to the collective by copies that generated code runs for it."""
-        pooled_buffers = pooled(self.schedule)
-        shard_of = {whole: shard for shard, whole in pooled_buffers.shards.items()}
+        shard_of = {whole: shard for shard, whole in pooled(self.schedule).written.items()}
         found: dict[str, Copied] = {}
         for group, of_group in self.groups.items():
             forms, blocks = [form for _, form in of_group.starts], [_blocks(node) for node, _ in of_group.starts]
@@ -102,7 +101,7 @@ def stored_copies(copies: Mapping[str, Copied]) -> list[StoredCopies]:
 def copying(schedule: Schedule) -> Copying:
     """Collect the collectives by copies of `schedule` and the events that determine their slots in the pools."""
     groups: dict[str, _GroupCopies] = {}
-    group_of: dict[str, str] = {}  # result of a copied collective -> the group
+    start_of: dict[str, Node] = {}  # result of a copied collective -> its start
     forms = forms_of(schedule)
     for node in schedule.starts():
         if node.name in forms:
@@ -110,29 +109,30 @@ def copying(schedule: Schedule) -> Copying:
             of_group.starts.append((node, forms[node.name]))
             for root in map(schedule.root, node.writes):
                 of_group.tensors[root] = len(of_group.tensors)
-                group_of[root] = node.group
-    pooled_buffers = pooled(schedule)
+                start_of[root] = node
+    brought, written = pooled(schedule).brought, pooled(schedule).written
     taken: set[str] = set()
 
-    def take(root: str, size_bytes: int) -> None:
+    def take(root: str) -> None:
         if root not in taken:
             taken.add(root)
-            of_group = groups[group_of[root]]
+            start = start_of[root]
+            of_group = groups[start.group]
+            size_bytes = slot_bytes(schedule, root, forms[start.name], start)
             of_group.events.append(Take(of_group.tensors[root], size_bytes))
 
     def release(root: str) -> None:
-        of_group = groups[group_of[root]]
+        of_group = groups[start_of[root].group]
         of_group.events.append(Release(of_group.tensors[root]))
 
     for at, (node, frees) in enumerate(zip(schedule.nodes, analyze(schedule).frees, strict=True)):
         for shard in node.writes:
-            if shard in pooled_buffers.shards:
-                whole = pooled_buffers.shards[shard]
-                take(whole, schedule.buffers[whole].bytes)
+            if shard in written:
+                take(written[shard])
         if node.name in forms:
             roots = [schedule.root(name) for name in node.writes]
             for root in roots:
-                take(root, slot_bytes(schedule, root, forms[node.name], node))
+                take(root)
             of_group = groups[node.group]
             of_group.events.append(Start(tuple(of_group.tensors[root] for root in roots)))
         # A result outside of the pool needs its slot there only until the wait.
@@ -143,7 +143,7 @@ def copying(schedule: Schedule) -> Copying:
                 if root in waited:
                     release(root)
         for root in frees:
-            if root in pooled_buffers.brought:
+            if root in brought:
                 release(root)
     return Copying(schedule, groups)
 

@@ -100,6 +100,7 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
     ids: dict[str, int] = {}
     touches: list[dict[int, None]] = [{} for _ in schedule.nodes]
     pools = pooled(schedule)
+    in_pool = pools.brought.keys() | pools.staged.keys()
     allocates, pool_allocates = [0] * len(schedule.nodes), [0] * len(schedule.nodes)
     seen = {buffer.name for buffer in inputs}
     waits: dict[int, list[int]] = {}
@@ -125,12 +126,12 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
             if root not in seen and root not in pools.shards:
                 seen.add(root)
                 allocates[at] += schedule.buffers[root].bytes
-                pool_allocates[at] += schedule.buffers[root].bytes if root in pools.brought else 0
+                pool_allocates[at] += schedule.buffers[root].bytes if root in in_pool else 0
     freeable = {storage for root, storage in ids.items() if root not in never_freed}
     return Lifetimes(
         roots=tuple(ids),
         bytes=tuple(0 if root in pools.shards else schedule.buffers[root].bytes for root in ids),
-        in_pool=tuple(root in pools.brought for root in ids),
+        in_pool=tuple(root in in_pool for root in ids),
         touches=tuple(tuple(storage for storage in node if storage in freeable) for node in touches),
         allocates=tuple(allocates),
         pool_allocates=tuple(pool_allocates),

@@ -3,7 +3,7 @@
     c = kernel(p); a = all_gather(c) @dp via copy; w = wait(a); y = kernel(w)
 
 `a` is in the pool of @dp, and is read from there. So is `c`, which is this rank's part of `a`: the kernel writes it
-there. Buffers that outlive the graph are not in pools.
+there. Results that outlive the graph are not in pools: if `a` is one, only `c` is in the pool, where peers fetch it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ class Pooled:
 
     brought: Mapping[str, str]  # result of a START -> name of the START
     shards: Mapping[str, str]  # output of a kernel -> result of the gather of which it is this rank's part
+    staged: Mapping[str, str]  # the same for gathers whose results outlive the graph
+
+    @property
+    def written(self) -> dict[str, str]:
+        """The kernel outputs that are in pools -> the gather's result."""
+        return {**self.shards, **self.staged}
 
 
 def pooled(schedule: Schedule) -> Pooled:
@@ -32,21 +38,23 @@ def pooled(schedule: Schedule) -> Pooled:
 def _pooled(schedule: Schedule) -> Pooled:
     starts = [node for node in schedule.starts() if node.comm is not None and node.comm.via == COPY]
     if not starts:
-        return Pooled({}, {})
+        return Pooled({}, {}, {})
     outlives = {schedule.root(name) for name in schedule.outputs}
     waited = {schedule.nodes[start].name for start in schedule.started.values()}
     brought: dict[str, str] = {}
     pairs: list[tuple[str, str]] = []
     for start in starts:
         roots = [schedule.root(name) for name in start.writes]
-        if start.name not in waited or not outlives.isdisjoint(roots):
+        if start.name not in waited:
             continue
-        brought.update((root, start.name) for root in roots)
+        if outlives.isdisjoint(roots):
+            brought.update((root, start.name) for root in roots)
         if start.comm is not None and start.comm.collective == "all_gather" and len(start.reads) == len(roots):
             pairs += zip(start.reads, roots, strict=True)
     made, readers = _made_by_kernels(schedule), _readers(schedule)
-    shards = {shard: root for shard, root in pairs if shard in made - outlives and readers.get(shard) == 1}
-    return Pooled(brought, shards)
+    written = {shard: root for shard, root in pairs if shard in made - outlives and readers.get(shard) == 1}
+    shards = {shard: root for shard, root in written.items() if root in brought}
+    return Pooled(brought, shards, {shard: root for shard, root in written.items() if root not in brought})
 
 
 def _made_by_kernels(schedule: Schedule) -> set[str]:

@@ -16,8 +16,8 @@ exchange (all-to-all) its owner. A tensor of several blocks is gathered, or exch
 one piece per block: this is how the ranks of one host serve a group of several hosts. A rank's own part is best not
 copied at all: the kernel that computes a shard writes it to its place in the slot, and the kernel that adds up parts
 reads this rank's part at its original address. If a result outlives the graph, a gather is *pulled* instead (the shard
-is copied to this rank's slot, and peers copy it from there to their own memory), and the parts that an exchange pushed
-are *taken out* of the slot once they have arrived. A rank serves its peers in turn, from rank + 1 on, so that no two
+lies in this rank's slot, and peers copy it from there to their own memory), and the parts that an exchange pushed are
+*taken out* of the slot once they have arrived. A rank serves its peers in turn, from rank + 1 on, so that no two
 ranks copy to (or from) the same rank at a time. Copies within a rank's own memory may run at the same time.
 """
 
@@ -239,7 +239,8 @@ def exchange_taken_out(at: Places, turn: Turn, given: Sequence[Given], results: 
 
 
 def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
-    """Gather the shards of all ranks, in order of rank, to the addresses `results`, which lie outside of the slots.
+    """Gather the shards of all ranks, in order of rank, to the addresses `results`, which lie outside of the slots;
+    this rank's shards may lie in the slots already.
 
     It ends when the peers have fetched this rank's shard, too, so that the next user of the slot may write to it.
     """
@@ -248,7 +249,9 @@ def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequ
     for tensor, result in zip(tensors, results, strict=True):
         yield from tensor.copies(tensor.received(result, at.rank), tensor.for_rank(at.rank), own=True)
     for tensor in tensors:
-        yield Copy(at.bases[at.rank] + tensor.slot, tensor.given.address, tensor.given.bytes)
+        staged = at.bases[at.rank] + tensor.slot
+        if tensor.given.address != staged:
+            yield Copy(staged, tensor.given.address, tensor.given.bytes)
     for peer in at.peers:
         yield Post(at.sent(peer, at.rank), turn.number)
     for peer in at.peers:

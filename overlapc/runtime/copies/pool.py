@@ -274,7 +274,9 @@ class GraphCopies:
         return cls(pool, stored.layout, [Form(name) for name in stored.forms], stored.blocks)
 
     def shard(self, index: int, at: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory in the slot for this rank's shard of the `at`-th tensor that collective `index` gathers."""
+        """Return memory in the slot for this rank's shard of the `at`-th tensor that collective `index` gathers: its
+        place in the result, or, where peers fetch it, the whole slot.
+        """
         self._begin()
         if index not in self._early_shards:
             self._early_shards.add(index)
@@ -284,7 +286,8 @@ class GraphCopies:
         if found is None:
             slot = self.layout.slots[self.layout.begins[index].tensors[at]]
             part_bytes = math.prod(size) * dtype.itemsize
-            there = self._bytes_at(slot.offset + self.pool.rank * part_bytes, part_bytes, dtype)
+            before_bytes = self.pool.rank * part_bytes if self.forms[index].in_pool else 0
+            there = self._bytes_at(slot.offset + before_bytes, part_bytes, dtype)
             found = views.shards[index, at] = there.as_strided(size, stride)
         return found
 

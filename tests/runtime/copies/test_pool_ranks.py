@@ -114,12 +114,12 @@ def ran(copies: GraphCopies, cases: Sequence[Case], ahead: int) -> list[list[tor
 
 
 def in_place(case: Case) -> bool:
-    """Whether shards may be written into the pool before their gather starts: only a single block is contiguous."""
-    return case.form is GATHERED and case.blocks == 1
+    """Whether shards are written into the pool before their gather starts: only a single block is contiguous there."""
+    return case.form in (GATHERED, PULLED) and case.blocks == 1
 
 
 def put_in_place(copies: GraphCopies, index: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Write the shards to their place in the gather's result, as kernels do, and return them."""
+    """Write the shards to their place in the pool, as kernels do, and return them."""
     there = [copies.shard(index, at, each.shape, each.stride(), each.dtype) for at, each in enumerate(tensors)]
     for place_of, each in zip(there, tensors, strict=True):
         place_of.copy_(each)
