@@ -54,7 +54,7 @@ class Context:
     kernel_kind: Callable[[Any], Hashable | None] | None = None
     cache_dir: Path | None = None
     verify: bool = True
-    trial: bool = False  # only the cost of the order is asked for: nothing is verified, or done that does not change it
+    trial: bool = False  # only the cost of the order is asked for: no verification, and a plan for one limit may do
     check_memory: bool = False  # compare incremental memory with recomputation after every move
     dump: Callable[[str, str], None] | None = None
     incoming_peak_bytes: int | None = None

@@ -53,10 +53,8 @@ class _Merged:
     def of(cls, schedule: Schedule, ctx: Context, partition: Partition) -> _Merged:
         """Run all rounds, one for each kind of collective, each on the result of the round before."""
         report, joined = PassReport("bucket", counted=True), False
-        comms = [node.comm for node in schedule.starts() if node.comm and not node.mutates]
-        kinds = dict.fromkeys(
-            BucketKind.of(comm) for comm in comms if comm.unit and several_in_one(comm.collective, comm.via)
-        )
+        comms = [node.comm for node in schedule.starts() if node.comm and node.comm.unit and not node.mutates]
+        kinds = dict.fromkeys(BucketKind.of(comm) for comm in comms if several_in_one(comm.collective, comm.via))
         for kind in sorted(kinds, key=lambda kind: ROUNDS.index(kind.collective)):
             round_ = Round(schedule, ctx, kind, partition, report)
             schedule = round_.run()
@@ -106,12 +104,9 @@ def _cut(schedule: Schedule, merged: _Merged, ctx: Context) -> tuple[float, _Mer
         begins = cuts(ordered, members, ctx)
         if not begins:
             break
-        partition = replace(merged.partition, begins=merged.partition.begins | begins)
-        finer = _Merged.of(schedule, ctx, partition)
-        if keep_if_better(schedule, finer.schedule, ctx, finer.report)[0] is not finer.schedule:
+        finer = _Merged.of(schedule, ctx, replace(merged.partition, begins=merged.partition.begins | begins))
+        fits = keep_if_better(schedule, finer.schedule, ctx, finer.report)[0] is finer.schedule
+        if not fits or cost(in_order(finer.schedule, ctx), ctx) >= cost(ordered, ctx):
             break
-        finer_ordered = in_order(finer.schedule, ctx)
-        if cost(finer_ordered, ctx) >= cost(ordered, ctx):
-            break
-        merged, ordered = finer, finer_ordered
+        merged, ordered = finer, in_order(finer.schedule, ctx)
     return cost(ordered, ctx)[0] * (1 + JOINED_GAIN if merged.units_joined else 1), merged

@@ -67,10 +67,10 @@ class Step:
         forward = replace(self.forward, outputs=(*self.forward.outputs, *saved), moved_from=None)
         return replace(self, forward=forward, backward=given_gathered(self.backward, gathers))
 
-    def at_effort(self, share: float) -> Step:
-        """Return this step with only a share of the search effort."""
+    def on_trial(self, share: float) -> Step:
+        """Return this step for plans that are only compared, with a share of the search effort."""
         forward, backward = (
-            replace(ctx, effort=int(ctx.effort * share)) for ctx in (self.forward_ctx, self.backward_ctx)
+            replace(ctx, effort=int(ctx.effort * share), trial=True) for ctx in (self.forward_ctx, self.backward_ctx)
         )
         return replace(self, forward_ctx=forward, backward_ctx=backward)
 
@@ -99,7 +99,7 @@ class Step:
 def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...], str]:
     """Return which of `gathers` forward saves for backward, none if that makes the planned step no shorter, and the
     reason why it saves no more."""
-    whole, step = step, step.at_effort(_EFFORT)
+    whole, step = step.on_trial(1.0), step.on_trial(_EFFORT)
     ranked = list(_saved_ns(step, gathers))
     counts = range(1, len(ranked) + 1)
     most = bisect.bisect_left(counts, True, key=lambda count: not step.keeping(ranked[:count]).fits)
