@@ -92,12 +92,12 @@ def _skip_messages_logged_once() -> None:
     Otherwise a message, such as that of gradient checkpointing about `use_cache`, ends the graph amid a model, and
     Dynamo traces all that comes before it once more for each function that it is nested in.
     """
-    from torch._dynamo import config
+    methods = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
+    added = [method for method in methods if method is not None]
+    if added:
+        from overlapc.fx.versions import skip_calls_of
 
-    for name in ("warning_once", "info_once"):
-        method = getattr(logging.Logger, name, None)
-        if method is not None:
-            config.ignore_logging_functions.add(method)
+        skip_calls_of(added)
 
 
 class _Watch(MetaPathFinder):

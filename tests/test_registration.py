@@ -79,7 +79,11 @@ import functools, logging, torch, overlapc
 def warning_once(self, *args):
     self.warning(*args)
 
-logging.Logger.warning_once = warning_once  # as transformers does
+@functools.lru_cache(None)
+def info_once(self, *args):
+    self.info(*args)
+
+logging.Logger.warning_once, logging.Logger.info_once = warning_once, info_once  # as transformers does
 logger = logging.getLogger("a model's")
 
 class Model(torch.nn.Module):
@@ -100,4 +104,7 @@ assert torch.equal(torch.compile(model, backend="overlapc", fullgraph=True)(x), 
 
 def test_a_message_that_is_logged_once_does_not_break_the_graph(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}", "OVERLAPC_CACHE_DIR": f"{tmp_path}"}
-    subprocess.run([sys.executable, "-c", ONCE], check=True, env=environment, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", ONCE], check=True, env=environment, timeout=120, capture_output=True, text=True
+    )
+    assert "Unexpected exception" not in ended.stderr, "torch 2.11 cannot log functions in its configuration"

@@ -44,6 +44,27 @@ from overlapc.fx.graph_copy import copied
 StridedShard = _StridedShard
 
 
+def skip_calls_of(functions: Iterable[Callable[..., Any]]) -> None:
+    """Make Dynamo skip calls of functions that log messages.
+
+    torch 2.11 fails to write its configuration to its log if that names functions, and prints the error at each
+    compilation; it then writes it without them.
+    """
+    from torch._dynamo import config, utils  # here, because importing Dynamo takes a second
+
+    config.ignore_logging_functions.update(functions)
+    written = utils._get_dynamo_config_for_logging
+    try:
+        written()
+    except TypeError:
+
+        def without_functions() -> str | None:
+            with config.patch(ignore_logging_functions=set()):
+                return written()
+
+        utils._get_dynamo_config_for_logging = without_functions
+
+
 def sized_by_data(op: torch._ops.OpOverload) -> bool:
     """Whether the sizes of the op's results depend on data; torch 2.11 lacks the tag on `_unique`."""
     return torch.Tag.dynamic_output_shape in op.tags or op is torch.ops.aten._unique.default
