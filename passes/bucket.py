@@ -14,7 +14,8 @@ result is available before all are, and nothing is sent before all inputs are co
   last did, followed by the nodes that read them. A collective that cannot move there begins a bucket of its own.
 - A bucket is cut wherever that makes the step shorter (`bucket_cuts.py`). Most are not cut, but no compute can hide the
   first gathers of a step and its last reductions; cut, their first tensors are used, or sent, before the others.
-- If whole buckets exceed the memory limit or simulate slower, all buckets are halved until they do not.
+- If whole buckets exceed the memory limit or simulate slower, all buckets are halved until they do not. Halves are also
+  tried if memory has no room to start whole buckets in time: they take less memory, and for a shorter time.
 
 Keeps: data dependences, mutations and barriers. Collectives of one group pass each other only where
 `Context.reorder_collectives` allows it.
@@ -25,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from overlapc.passes.base import Context, PassReport, register_pass
-from overlapc.passes.bucket_cuts import cuts, in_order
+from overlapc.passes.bucket_cuts import cuts, in_order, short_of_memory
 from overlapc.passes.bucket_round import BucketKind, Partition, Round
 from overlapc.passes.judge import cost, keep_if_better
 from overlapc.schedule.collective_kinds import several_in_one
@@ -76,7 +77,7 @@ def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
 
 
 def _whole(schedule: Schedule, ctx: Context) -> tuple[list[_Merged], PassReport]:
-    """Return the largest buckets that fit and do not slow down the step, units joined or not; if none, report why."""
+    """Return the largest buckets that fit and do not slow down the step, joined, apart or halved; or report why."""
     fitting: list[_Merged] = []
     partition, undone = Partition(across=True), PassReport("bucket", counted=True)
     while True:
@@ -86,10 +87,10 @@ def _whole(schedule: Schedule, ctx: Context) -> tuple[list[_Merged], PassReport]
             fitting.append(merged)
         if merged.units_joined:
             partition = Partition()
-        elif fitting or not merged.report.merged:
+        elif not merged.report.merged or (fitting and (partition.begins or not short_of_memory(merged.schedule, ctx))):
             return fitting, undone
         else:
-            for name, members in merged.report.merged.items():
+            for name, members in merged.report.merged.items() if not fitting else ():
                 for member in members:
                     undone.because(member, report.limits[name])
             halves = {members[len(members) // 2] for members in merged.report.merged.values()}

@@ -23,6 +23,7 @@ from overlapc.estimators.timeline import replay
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
 from overlapc.passes.plan_overlap import plan_overlap
+from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_waits import sink_waits
 from overlapc.schedule.collective_kinds import KINDS
 from overlapc.schedule.late import late_node
@@ -46,6 +47,12 @@ def in_order(schedule: Schedule, ctx: Context) -> Schedule:
     for rule in (plan_overlap, sink_waits):
         schedule, _ = schedule.fact(rule.__name__, partial(rule, schedule, ctx), of=(rule, ctx))  # see `runner._call`
     return schedule
+
+
+def short_of_memory(schedule: Schedule, ctx: Context) -> bool:
+    """Whether `in_order` starts a collective late because memory has no room for it."""
+    _, report = schedule.fact("plan_overlap", partial(plan_overlap, schedule, ctx), of=(plan_overlap, ctx))
+    return any(report.limits.get(start.name) is Reason.MEMORY for start in schedule.starts())
 
 
 def cuts(ordered: Schedule, members: Mapping[str, Sequence[Node]], ctx: Context) -> frozenset[str]:

@@ -130,7 +130,7 @@ class Fill:
 
     def _make_room(self, at: int) -> None:
         """Run postponed nodes that free memory if `at` would exceed the limit."""
-        while self.memory.live + self.life.allocates[at] + self.life.scratch[at] > self.limit:
+        while self.memory.peak_at(at) > self.limit:
             postponed = [node for _, node in self.ready[:LOOKED_AT] if node != at and not self.done[node]]
             freed_bytes, first = max(
                 ((self.memory.frees(node) - self.life.allocates[node], -node) for node in postponed), default=(0, 0)

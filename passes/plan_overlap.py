@@ -31,7 +31,7 @@ from overlapc.passes.queues import CARRIED_SHARE, Queues
 from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_waits import Sink
 from overlapc.schedule.dependencies import Dependencies, Why
-from overlapc.schedule.memory import Lifetimes, RangeMax, analyze
+from overlapc.schedule.memory import GivenOrder, analyze
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
 # When a gather is placed, it is not yet known what else will be in flight until it is needed. A plan that exceeds the
@@ -55,10 +55,9 @@ def plan_overlap(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport
         if over <= 0:
             break
         room -= over
-    position = {name: at for at, name in enumerate(names)}
     for at, node in enumerate(schedule.nodes):
         if node.kind in (Kind.START, Kind.WAIT):
-            plan.report.moved(node, position[node.name] - at)
+            plan.report.moved(node, moved.position(node.name) - at)
     return keep_if_better(schedule, moved, ctx, plan.report)
 
 
@@ -75,7 +74,7 @@ class _Plan(Sink):
         self.busy_now = 0.0  # compute placed so far, without stalls: the clock of `_Dues.due`
         self.last: dict[str, int] = {}  # queue -> its last start so far
         self.starts: dict[int, None] = {}  # the starts in `held`
-        self.dues = dues or _Dues.of(schedule, self.deps, self.queues, self.life)
+        self.dues = dues or _Dues.of(schedule, self.deps, self.queues)
         self.lifted = self.dues.lifted
         self.coming = {queue: list(starts) for queue, starts in self.dues.coming.items()}
 
@@ -133,9 +132,8 @@ class _Plan(Sink):
         if start <= at:
             return True
         new = [node for node in (start, *self.dues.free[start]) if not self.done[node]]
-        size = sum(self.life.allocates[node] + self.life.scratch[node] for node in new)
-        extra = self.memory.live - self.dues.incoming_before[at]
-        if self.dues.incoming_during.most(at, start) + extra + size <= self.room:
+        needs = [self.dues.given.rise(at, start), *map(self.memory.needs, new)]
+        if self.memory.peak_with(*map(sum, zip(*needs, strict=True))) <= self.room:
             return True
         self.report.because(self.schedule.nodes[start], Reason.MEMORY)
         return False
@@ -190,11 +188,10 @@ class _Dues:
     lifted: frozenset[int]  # all free starts, and all nodes that move with them
     due: Mapping[int, float]  # free start -> when it becomes late, on a clock without stalls
     coming: Mapping[str, Sequence[int]]  # queue -> its free starts, the first needed last
-    incoming_during: RangeMax  # live bytes of the incoming order while each node runs
-    incoming_before: Sequence[int]  # live bytes of the incoming order just before each node
+    given: GivenOrder  # live bytes of the incoming order
 
     @classmethod
-    def of(cls, schedule: Schedule, deps: Dependencies, queues: Queues, life: Lifetimes) -> _Dues:
+    def of(cls, schedule: Schedule, deps: Dependencies, queues: Queues) -> _Dues:
         """Compute them for an incoming schedule."""
         nodes = schedule.nodes
         free = _free(schedule, deps, queues)
@@ -211,9 +208,7 @@ class _Dues:
             end = min(busy[needed[at]], latest.get(queue, busy[-1]))
             due[at] = latest[queue] = end - queues.collective_ns[at]
             coming.setdefault(queue, []).append(at)
-        during = analyze(schedule).during_bytes
-        before = [during[at] - life.allocates[at] - life.scratch[at] for at in range(len(nodes))]
-        return cls(free, lifted, due, coming, RangeMax(during), before)
+        return cls(free, lifted, due, coming, GivenOrder(schedule))
 
 
 def _preds(deps: Dependencies, at: int) -> list[int]:

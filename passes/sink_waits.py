@@ -33,10 +33,8 @@ def sink_waits(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     placed = sink.run()
     report = sink.report
     moved = schedule.replace_order(schedule.nodes[at].name for at in placed)
-    position = {at: new for new, at in enumerate(placed)}
     for wait in schedule.waits():
-        at = schedule.position(wait.name)
-        report.moved(wait, max(0, position[at] - at))
+        report.moved(wait, max(0, moved.position(wait.name) - schedule.position(wait.name)))
     return keep_if_better(schedule, moved, ctx, report)
 
 
@@ -59,7 +57,6 @@ class Sink:
         self.placed: list[int] = []
         self.held: dict[int, None] = {}  # waits, and nodes that sink with them, in their old order
         self.waits: dict[int, None] = {}  # the waits in `held`
-        self.reserved = 0  # bytes that the held nodes will allocate
         self.hidden: list[int] = []  # held waits whose collectives have ended by now, in their old order
         self.ends: list[tuple[float, int]] = []  # of other held waits, a heap of (end of the collective, wait)
         self.behind: dict[int, frozenset[int]] = {}  # held node -> the waits that it is held for
@@ -94,7 +91,7 @@ class Sink:
         if self.schedule.nodes[at].kind is Kind.WAIT:
             self.waits[at] = None
             self._expect(at)
-        self.reserved += self.life.allocates[at] + self.life.scratch[at]
+        self.memory.reserve(at)
         self.held_on.update(self.life.touches[at])
 
     def _place(self, at: int) -> None:
@@ -104,7 +101,7 @@ class Sink:
                 del self.waits[at]
                 if (hidden := bisect.bisect_left(self.hidden, at)) < len(self.hidden) and self.hidden[hidden] == at:
                     del self.hidden[hidden]
-            self.reserved -= self.life.allocates[at] + self.life.scratch[at]
+            self.memory.reserve(at, -1)
             self.held_on.subtract(self.life.touches[at])
         self.placed.append(at)
         self.now = self.queues.step(at, self.now)
@@ -204,7 +201,7 @@ class Sink:
 
     def _has_room(self, at: int, most_bytes: int) -> bool:
         """Whether `at` may run now within `most_bytes`, counting what the held nodes will allocate."""
-        return self.memory.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= most_bytes
+        return self.memory.peak_at(at) <= most_bytes
 
     def _place_waits_with(self, wait: int) -> None:
         """Place all waits of the collective of `wait`, if that frees memory."""

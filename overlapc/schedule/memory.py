@@ -47,6 +47,7 @@ class MemoryProfile:
     base_bytes: int  # inputs, which are live before the first node
     pool_bytes: int  # peak of the bytes in pools
     last_touch: Mapping[str, int]  # root -> position of the last node that accesses it, for storages that are freed
+    pool_during_bytes: tuple[int, ...]  # in pools, while each node runs
 
     @cached_property
     def frees(self) -> tuple[tuple[str, ...], ...]:
@@ -156,25 +157,33 @@ def _profile(life: Lifetimes, order: Sequence[int]) -> MemoryProfile:
         pool_freed[at] += life.bytes[storage] if life.in_pool[storage] else 0
     live, in_pools = life.base_bytes, 0
     outside: list[int] = []
-    pool_bytes = 0
+    pool_during: list[int] = []
     for at, node in enumerate(order):
         live += life.allocates[node]
         in_pools += life.pool_allocates[node]
         outside.append(live + life.scratch[node] - in_pools)
-        pool_bytes = max(pool_bytes, in_pools)
+        pool_during.append(in_pools)
         live -= freed[at]
         in_pools -= pool_freed[at]
+    pool_bytes = max(pool_during, default=0)
     during = tuple(size + pool_bytes for size in outside)
     last_touch = {life.roots[storage]: at for storage, at in last.items()}
-    return MemoryProfile(during, life.base_bytes, pool_bytes, last_touch)
+    return MemoryProfile(during, life.base_bytes, pool_bytes, last_touch, tuple(pool_during))
 
 
 class Placing:
-    """Live bytes of an order to which nodes are appended. Nodes are indices into `schedule.nodes`."""
+    """Live bytes of an order to which nodes are appended. Nodes are indices into `schedule.nodes`.
+
+    A pool keeps its size for the whole graph, so its peak adds to the peak outside of pools, whenever each is reached.
+    Outside, the given order's peak stands for that of the nodes still to come.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.life = lifetimes(schedule)
-        self.live = self.life.base_bytes
+        profile = analyze(schedule)
+        self._outside, self._in_pools = self.life.base_bytes, 0  # live bytes
+        self._most_outside, self._most_in_pools = profile.peak_bytes - profile.pool_bytes, 0
+        self._reserved = [0, 0]  # bytes that nodes will allocate outside of pools and in pools, before the next node
         self.left = [0] * len(self.life.roots)  # storage -> nodes that still touch it
         for storages in self.life.touches:
             for storage in storages:
@@ -184,11 +193,59 @@ class Placing:
         """Return the bytes that are freed after `node` if it is placed next."""
         return sum(self.life.bytes[storage] for storage in self.life.touches[node] if self.left[storage] == 1)
 
+    def needs(self, node: int) -> tuple[int, int]:
+        """Return the bytes that `node` allocates outside of pools, scratch included, and in pools."""
+        in_pools = self.life.pool_allocates[node]
+        return self.life.allocates[node] - in_pools + self.life.scratch[node], in_pools
+
+    def reserve(self, node: int, times: int = 1) -> None:
+        """Count what `node` needs as reserved; with `times` -1, no longer."""
+        for kind, size in enumerate(self.needs(node)):
+            self._reserved[kind] += times * size
+
+    def peak_with(self, outside: int, in_pools: int) -> int:
+        """Return the peak if these many bytes more are live now."""
+        most_in_pools = max(self._most_in_pools, self._in_pools + in_pools)
+        return max(self._most_outside, self._outside + outside) + most_in_pools
+
+    def peak_at(self, node: int) -> int:
+        """Return the peak if `node` is next, with what is reserved."""
+        outside, in_pools = self.needs(node)
+        return self.peak_with(outside + self._reserved[0], in_pools + self._reserved[1])
+
     def place(self, node: int) -> None:
         """Append `node` to the order."""
-        self.live += self.life.allocates[node] - self.frees(node)
-        for storage in self.life.touches[node]:
+        life, in_pools = self.life, self.life.pool_allocates[node]
+        self._outside += life.allocates[node] - in_pools
+        self._in_pools += in_pools
+        self._most_in_pools = max(self._most_in_pools, self._in_pools)
+        for storage in life.touches[node]:
             self.left[storage] -= 1
+            if self.left[storage]:
+                continue
+            if life.in_pool[storage]:
+                self._in_pools -= life.bytes[storage]
+            else:
+                self._outside -= life.bytes[storage]
+
+
+class GivenOrder:
+    """Live bytes in the order of a schedule, for ranges of nodes; as pairs: outside of pools, and in pools."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        life, profile = lifetimes(schedule), analyze(schedule)
+        outside = [size - profile.pool_bytes for size in profile.during_bytes]
+        made = (each - in_pools for each, in_pools in zip(life.allocates, life.pool_allocates, strict=True))
+        self._during = RangeMax(outside), RangeMax(profile.pool_during_bytes)
+        self._before = (
+            [size - new - scratch for size, new, scratch in zip(outside, made, life.scratch, strict=True)],
+            [size - new for size, new in zip(profile.pool_during_bytes, life.pool_allocates, strict=True)],
+        )
+
+    def rise(self, low: int, high: int) -> list[int]:
+        """Return how many more bytes than before node `low` are live at most from there to the start of node `high`."""
+        pairs = zip(self._during, self._before, strict=True)
+        return [during.most(low, high) - before[low] for during, before in pairs]
 
 
 class RangeMax:

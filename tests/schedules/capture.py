@@ -105,6 +105,9 @@ CASES = {
     "hsdp_tp": Case(NARROW, {"replicate": 2, "dp": 2, "tp": 2}, fsdp),
     "two_groups": Case(NARROW, {"one": 2, "other": 4}, two_groups),
     "moe": Case(NARROW, {"dp": 2, "ep": 4}, experts),
+    "llama_8b_copies4": Case(
+        LlamaConfig.llama_8b(8, max_seq=1024), {"dp": 4}, fsdp
+    ),  # as long communication as compute
     "llama_8b_tp_fsdp": Case(LlamaConfig.llama_8b(32), {"dp": 4, "tp": 2}, fsdp),
     "llama_70b_fsdp64": Case(LlamaConfig.llama_70b(), {"dp": 64}, fsdp),
 }
