@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, Pass, PassReport
+from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Schedule
 from overlapc.schedule.text import parse
@@ -64,6 +66,12 @@ def check_invariants(schedule: Schedule, moved: Schedule, ctx: Context) -> None:
 def make(name: str, nodes: list[Node], buffers: list[Buffer], outputs: tuple[str, ...] = ()) -> Schedule:
     """Return a schedule of these nodes and buffers."""
     return Schedule(name, tuple(nodes), {buffer.name: buffer for buffer in buffers}, outputs)
+
+
+def by_copies(schedule: Schedule) -> Schedule:
+    """Return the schedule with all collectives by copies."""
+    nodes = (node if node.comm is None else replace(node, comm=replace(node.comm, via=COPY)) for node in schedule.nodes)
+    return replace(schedule, nodes=tuple(nodes))
 
 
 @st.composite

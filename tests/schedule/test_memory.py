@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from overlapc.errors import ScheduleError
 from overlapc.schedule import dependencies
-from overlapc.schedule.memory import MemoryTimeline, analyze
+from overlapc.schedule.memory import GivenOrder, MemoryTimeline, Placing, analyze, lifetimes
 from overlapc.schedule.text import parse
-from tests.graphs import schedules
+from tests.graphs import by_copies, schedules
 
 
 def live(text):
@@ -91,6 +91,48 @@ def test_moves_update_memory_as_a_new_analysis_computes_it(schedule, data):
         assert timeline.peak_bytes == fresh.peak_bytes
         assert promised == max(fresh.during_bytes[first:last])
         assert [timeline.position[node] for node in order] == list(range(count))
+
+
+@given(schedules(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_an_order_that_is_placed_node_by_node_has_the_peak_of_its_analysis(schedule, pooled):
+    schedule = by_copies(schedule) if pooled else schedule
+    placing, profile = Placing(schedule), analyze(schedule)
+    for at in range(len(schedule.nodes)):
+        assert placing.peak_at(at) <= profile.peak_bytes
+        placing.place(at)
+    assert placing.peak_with(0, 0) == profile.peak_bytes
+
+
+def test_a_pool_adds_its_own_peak_to_that_of_other_memory():
+    """The pool is largest at first, other memory at last: what comes first is planned with both in mind."""
+    schedule = parse("""
+        p = input : 0B; a = all_gather(p) @dp(2) via copy : 8B; w = wait(a); b = kernel(w) : 1B; c = kernel(b) : 5B
+        return c
+    """)
+    assert (analyze(schedule).peak_bytes, analyze(schedule).pool_bytes) == (14, 8)
+    placing = Placing(schedule)
+    assert placing.peak_with(0, 0) == 6, "outside of the pool"
+    assert placing.peak_at(0) == 14
+    placing.reserve(0)
+    assert placing.peak_at(2) == 14
+    placing.reserve(0, -1)
+    assert placing.peak_at(2) == 6
+
+
+@given(schedules(), st.data(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_the_rise_in_a_given_order_is_that_of_its_live_bytes(schedule, data, pooled):
+    schedule = by_copies(schedule) if pooled else schedule
+    low = data.draw(st.integers(0, len(schedule.nodes) - 1))
+    high = data.draw(st.integers(low + 1, len(schedule.nodes)))
+    profile, life = analyze(schedule), lifetimes(schedule)
+    outside = [size - profile.pool_bytes for size in profile.during_bytes]
+    new = life.allocates[low] - life.pool_allocates[low] + life.scratch[low]
+    assert GivenOrder(schedule).rise(low, high) == [
+        max(outside[low:high]) - (outside[low] - new),
+        max(profile.pool_during_bytes[low:high]) - (profile.pool_during_bytes[low] - life.pool_allocates[low]),
+    ]
 
 
 def test_the_debug_mode_names_the_node_whose_bytes_are_wrong():

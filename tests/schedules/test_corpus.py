@@ -12,7 +12,7 @@ from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
-from tests.schedules.plans import CORPUS, context, incoming, planned, positions_text
+from tests.schedules.plans import CORPUS, HERE, context, incoming, planned, positions_text
 
 
 def stretched(schedule: Schedule, times: float) -> Schedule:
@@ -48,6 +48,17 @@ def test_plans_fit_and_are_no_slower(path):
     assert graph.after.step_ns <= graph.before.step_ns
     before, after = (simulate(stretched(each, 1.5), ctx.profile) for each in (schedule, final))
     assert after.step_ns <= before.step_ns
+
+
+@pytest.mark.parametrize(
+    ("graph", "more_memory", "above_bound"), [("forward", 0.0625, 0.12), ("backward", 0.125, 0.05)]
+)
+def test_copies_that_take_as_long_as_compute_are_hidden_with_little_memory(
+    graph: str, more_memory: float, above_bound: float
+):
+    schedule = incoming(HERE / f"llama_8b_copies4.{graph}.sched")
+    result = run_pipeline(schedule, replace(context(), peak_increase=more_memory))
+    assert result.after.step_ns <= planned(HERE / f"llama_8b_copies4.{graph}.sched").lower_bound_ns * (1 + above_bound)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
