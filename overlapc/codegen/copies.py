@@ -191,6 +191,13 @@ def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None, at_leas
     return memory.peak_bytes - memory.pool_bytes + shared_bytes
 
 
+def peak_before(schedule: Schedule, beside_pools_bytes: int) -> int:
+    """Return the peak in bytes of a forward `schedule` and of its backward, which shares the forward's pools and needs
+    `beside_pools_bytes` besides them."""
+    shared_bytes = laid_out_bytes(schedule)
+    return max(peak_with_pools(schedule, shared_bytes), beside_pools_bytes + shared_bytes)
+
+
 def slot_bytes(schedule: Schedule, root: str, form: Form, start: Node) -> int:
     """Return the bytes of the slot for result `root` of `start`: the whole result, or for PULLED this rank's shard."""
     assert start.comm is not None

@@ -34,6 +34,7 @@ from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.keep_gathered import Step, kept_gathers
 from overlapc.planning.plan_graph import (
+    BESIDE_POOLS,
     described,
     device_types,
     peers_of_graph,
@@ -97,12 +98,13 @@ def _divided(
     if reason:
         count(f"parameters not kept gathered: {reason}")
         return _noted((forward, backward), GatherChoice(frozenset(), gathers, f"none are kept: {reason}"))
-    kept, why = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, runs).made()
-    choice = GatherChoice(frozenset(kept), gathers, why)
-    if not kept:
-        return _noted((forward, backward), choice)
-    count("gathers_kept_for_backward", len(kept))
-    return _noted(partition(again, joint_inputs, keep=kept, **options), choice)
+    made = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, runs).made()
+    choice = GatherChoice(frozenset(made.gathers), gathers, made.why)
+    if made.gathers:
+        count("gathers_kept_for_backward", len(made.gathers))
+        forward, backward = partition(again, joint_inputs, keep=made.gathers, **options)
+    forward.meta[BESIDE_POOLS] = made.beside_pools_bytes
+    return _noted((forward, backward), choice)
 
 
 def _noted(graphs: tuple[GraphModule, GraphModule], choice: GatherChoice) -> tuple[GraphModule, GraphModule]:
@@ -137,6 +139,7 @@ class _Kept:
     captured: Captured
     gathers: tuple[str, ...]
     why: str  # reason why no more parameters stay gathered
+    beside_pools_bytes: int  # what backward then needs besides memory pools
 
 
 @dataclass(frozen=True)
@@ -150,21 +153,21 @@ class _Choice:
     number: int
     runs: bool
 
-    def made(self) -> tuple[tuple[str, ...], str]:
-        """Return the chosen gathers, the same on all ranks, and the reason why it is no more of them."""
+    def made(self) -> _Kept:
+        """Return the choice, the same on all ranks."""
         communication = described(find_collectives(self.forward.graph, self.config.safe_communication))
         peers = peers_of_graph(communication, self.config)
         if peers is None:  # ranks could choose differently, each by its own estimates
             reason = "ranks do not exchange data while compiling (see rank_check)"
             count(f"parameters not kept gathered: {reason}")
-            return (), f"none are kept: {reason}"
+            return _Kept((), (), f"none are kept: {reason}", 0)
         forget_before_reset(peers)
         captured = tuple((node.name, found.comm) for node, found in communication.items())
         key = key_of("gathers", self.config)
         known: list[_Kept] = peers.agreed[key] if key is not None else []
         followed = to_follow(known, captured, peers)
         if followed is not None:  # other ranks may not be compiling now
-            return followed.agreed.gathers, followed.agreed.why
+            return followed.agreed
         meeting = partial(
             peers.agreement, "kept gathered", self.config.rank_timeout, notes_of(self.forward, self.config)
         )
@@ -177,16 +180,18 @@ class _Choice:
                 choices = agreement.exchange("parameters that stay gathered", planned)
             if place is not None:
                 _choices(self.config.cache_dir).put(place, _SUFFIX, choices[0])
-        kept, why = json.loads(choices[0])
-        known.append(_Kept(captured, tuple(kept), why))
-        return tuple(kept), why
+        kept, why, beside_pools_bytes = json.loads(choices[0])
+        known.append(_Kept(captured, tuple(kept), why, beside_pools_bytes))
+        return known[-1]
 
-    def _planned(self) -> tuple[tuple[str, ...], str]:
+    def _planned(self) -> tuple[tuple[str, ...], str, int]:
         with phase("graph"):
             forward = self._schedule(self.forward, f"forward_{self.number}")
             backward = self._schedule(self.backward, f"backward_{self.number}")
             with phase("passes"):
-                return kept_gathers(Step.of(forward, backward), self.gathers)
+                step = Step.of(forward, backward)
+                kept, why = kept_gathers(step, self.gathers)
+                return kept, why, step.keeping(kept).beside_pools_bytes
 
     def _schedule(self, gm: GraphModule, name: str) -> tuple[Schedule, Context]:
         """Return the schedule of `gm` before the passes, and their context. `gm` is not changed."""

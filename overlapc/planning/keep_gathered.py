@@ -16,14 +16,16 @@ import bisect
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
+from overlapc.codegen.copies import laid_out_bytes, peak_before, peak_with_pools
 from overlapc.errors import MemoryBudgetError
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.report.held_memory import held_bytes
 from overlapc.report.kept_gathered import HIDDEN, NO_ROOM, NOT_SHORTER, saved_by_launch
 from overlapc.schedule.gathered_inputs import given_gathered
+from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Buffer, Schedule
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: tried in turn until one gains less
@@ -84,8 +86,18 @@ class Step:
 
     @cached_property
     def plans(self) -> tuple[Result, Result]:
-        """The results of the passes on forward and backward."""
-        return run_pipeline(self.forward, self.forward_ctx), run_pipeline(self.backward, self.backward_ctx)
+        """The results of the passes on forward and backward, which share forward's memory pools."""
+        ctx = replace(self.forward_ctx, peak_of=partial(peak_before, beside_pools_bytes=self.beside_pools_bytes))
+        forward = run_pipeline(self.forward, ctx)
+        peak_of = partial(peak_with_pools, at_least_bytes=laid_out_bytes(forward.schedule))
+        return forward, run_pipeline(self.backward, replace(self.backward_ctx, peak_of=peak_of))
+
+    @property
+    def beside_pools_bytes(self) -> int:
+        """What backward needs besides memory pools, with the inputs that only forward received."""
+        memory, budget_bytes = analyze(self.backward), self.backward.budget_bytes
+        held = 0 if budget_bytes is None else (self.forward.budget_bytes or 0) - budget_bytes
+        return memory.peak_bytes - memory.pool_bytes + held
 
     @property
     def planned_ns(self) -> float:

@@ -18,7 +18,7 @@ from overlapc.autotune.product_choice import ProductTimes, choice
 from overlapc.codegen import generators
 from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
-from overlapc.codegen.copies import Copied, laid_out_bytes, peak_with_pools
+from overlapc.codegen.copies import Copied, laid_out_bytes, peak_before, peak_with_pools
 from overlapc.codegen.sources import Sources, compile_ahead, with_scratch
 from overlapc.config import Config
 from overlapc.errors import CompileError, MemoryBudgetError, NoSharedMemory
@@ -68,6 +68,8 @@ from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 from overlapc.units import human_bytes
 
 Passes = Callable[[Schedule, Context], Result]
+# Key in `GraphModule.meta` of a forward: the bytes that its backward needs besides memory pools, if they are known.
+BESIDE_POOLS = "overlapc_beside_pools"
 
 
 @dataclass(frozen=True)
@@ -300,10 +302,13 @@ def _scheduled(
         schedule = _with_common_sizes(schedule, agreement)
     schedule = _beside_what_is_held(schedule)
     forward = record.forward(name)
+    # Backward runs beside what its forward shares for copies: a forward leaves room for what its backward needs.
+    peak_of = partial(peak_before, beside_pools_bytes=gm.meta.get(BESIDE_POOLS, 0))
+    if forward is not None:
+        peak_of = partial(peak_with_pools, at_least_bytes=forward.pool_bytes)
     context = replace(
         context_of(config, profile, chain),
-        # Backward runs beside what its forward shares for copies.
-        peak_of=partial(peak_with_pools, at_least_bytes=0 if forward is None else forward.pool_bytes),
+        peak_of=peak_of,
         merge_payloads=_merged,
         kernel_kind=kind_of if config.fusion else None,
         dump=dumps.writer("passes"),

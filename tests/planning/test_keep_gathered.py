@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from overlapc.codegen.copies import laid_out_bytes
 from overlapc.errors import MemoryBudgetError
 from overlapc.passes.base import Context
+from overlapc.passes.run import run_pipeline
 from overlapc.planning.keep_gathered import Step, kept_gathers
 from overlapc.schedule.gathered_inputs import given_gathered
 from overlapc.schedule.memory import analyze
@@ -15,6 +17,7 @@ from overlapc.schedule.model import Buffer
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
 from overlapc.units import parse_bytes
+from tests.graphs import by_copies
 
 LAYERS = 4
 NAMES = [f"a{at}" for at in range(LAYERS)]
@@ -81,6 +84,19 @@ def test_more_budget_never_makes_the_step_longer() -> None:
 def test_a_budget_below_what_the_step_needs_is_a_memory_budget_error() -> None:
     with pytest.raises(MemoryBudgetError, match="memory_budget leaves 5MiB"):
         kept_gathers(step_within("5MiB"), NAMES)
+
+
+def test_forward_leaves_room_beside_its_memory_pool_for_what_backward_needs() -> None:
+    step = step_within("24MiB")
+    backward = by_copies(step.backward)
+    more = Buffer("more", 8 * 2**20, is_input=True)
+    backward = replace(backward, buffers={**backward.buffers, "more": more})
+    step = replace(step, forward=by_copies(step.forward), backward=backward)
+    assert step.beside_pools_bytes == 18 * 2**20
+    alone = run_pipeline(step.forward, step.forward_ctx)
+    pools = [laid_out_bytes(plan.schedule) // 2**20 for plan in (alone, *step.plans)]
+    assert pools == [8, 4, 4], "two gathers at a time in forward alone"
+    assert step.plans[1].peak_bytes <= 24 * 2**20
 
 
 def test_a_schedule_without_its_gathers_needs_no_casts_for_them() -> None:
