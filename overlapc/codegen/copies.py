@@ -192,10 +192,11 @@ def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None, at_leas
 
 
 def peak_before(schedule: Schedule, beside_pools_bytes: int) -> int:
-    """Return the peak in bytes of a forward `schedule` and of its backward, which shares the forward's pools and needs
-    `beside_pools_bytes` besides them."""
+    """Return the peak in bytes of a forward `schedule`, and of its backward if that shares pools of this forward and
+    needs `beside_pools_bytes` besides them."""
     shared_bytes = laid_out_bytes(schedule)
-    return max(peak_with_pools(schedule, shared_bytes), beside_pools_bytes + shared_bytes)
+    peak = peak_with_pools(schedule, shared_bytes)
+    return max(peak, beside_pools_bytes + shared_bytes) if shared_bytes else peak
 
 
 def slot_bytes(schedule: Schedule, root: str, form: Form, start: Node) -> int:

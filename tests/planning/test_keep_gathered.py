@@ -97,6 +97,9 @@ def test_forward_leaves_room_beside_its_memory_pool_for_what_backward_needs() ->
     pools = [laid_out_bytes(plan.schedule) // 2**20 for plan in (alone, *step.plans)]
     assert pools == [8, 4, 4], "two gathers at a time in forward alone"
     assert step.plans[1].peak_bytes <= 24 * 2**20
+    by_library = replace(step, forward=step_within("24MiB").forward)
+    plan, _ = by_library.plans
+    assert plan.peak_bytes == analyze(plan.schedule).peak_bytes, "without a pool nothing is shared"
 
 
 def test_a_schedule_without_its_gathers_needs_no_casts_for_them() -> None:
