@@ -98,10 +98,12 @@ class Turns:
         self.stop(subject)
 
     def _last_words(self, subject: str) -> str:
-        """Return the last error in the log of the rank that failed first, or its last line if there is no error.
+        """Return the error that a rank raised first; if none did, the end of the log of the rank that ended first.
 
-        Errors of other ranks follow from the first one, such as a lost connection: their logs were written later.
+        Errors of other ranks follow from the first one, such as a lost connection: they came later.
         """
+        if self._store.check([raised := f"{subject}/raised"]):
+            return self._store.get(raised).decode()
         processes = self._processes[subject]
         failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
         if not failed:
@@ -125,7 +127,13 @@ def answer(store: dist.TCPStore, subject: str, rank: int, do: Callable[[str], di
         turn = store.get(f"{subject}/turn/{number}").decode()
         if not turn:
             return
-        store.set(f"{subject}/result/{number}/{rank}", json.dumps(do(turn)))
+        try:
+            result = do(turn)
+        except Exception as error:  # before this rank ends: other ranks fail when they lose the connection to it
+            said = f"rank {rank} raised {type(error).__name__}: {error}"
+            store.compare_set(f"{subject}/raised", "", said[:160])
+            raise
+        store.set(f"{subject}/result/{number}/{rank}", json.dumps(result))
 
 
 def answer_on_rank(make: Callable[[], object], device: str, subject: str, rank: int, ranks: int, port: int) -> None:

@@ -47,12 +47,12 @@ def test_a_subject_that_fails_or_hangs_does_not_affect_the_others(tmp_path: Path
         assert turns.take("third", subjects, seconds=120)["fine"]["turns"] == ["first", "second", "third"]
     finally:
         turns.end()
-    assert turns.failed["dies"] == "second: rank 1 ended with 1: ValueError: something went wrong"
+    assert turns.failed["dies"] == "second: rank 1 raised ValueError: something went wrong"
     assert turns.failed["hangs"] == "second: no answer in 1 s"
     assert turns.alive(subjects) == []
 
 
-def test_the_error_of_the_rank_that_failed_first_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_ranks_that_raised_nothing_the_first_ones_log_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     turns = Turns(2, tmp_path, serve)
     monkeypatch.setitem(turns._processes, "dies", [SimpleNamespace(exitcode=1)] * 2)
     for rank, (error, seconds) in enumerate((("RuntimeError: connection closed", 20), ("ValueError: wrong", 10))):
