@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import get_decompositions
 
 from overlapc.fx.drawn import drawn_decompositions, draws
 from overlapc.fx.random import random_decompositions
 from overlapc.fx.result_layouts import laid_out_as_eager
 from overlapc.fx.top_k import topk_of_groups
-from overlapc.fx.versions import set_autograd_rule
+from overlapc.fx.versions import core_decompositions, set_autograd_rule
 
 aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     With `native_random`, generated code makes random numbers; without, torch's own ops do, as in eager.
     """
     kept = {getattr(packet, overload) for packet in KEPT for overload in packet.overloads()}
-    table = {**core_aten_decompositions(), **get_decompositions(BROKEN_UP)}
+    table = {**core_decompositions(), **get_decompositions(BROKEN_UP)}
     backward = aten.native_group_norm_backward.default
     table[backward] = group_norm_backward(table[backward])
     for loss in (aten.huber_loss.default, aten.soft_margin_loss.default):

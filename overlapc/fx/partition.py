@@ -43,7 +43,7 @@ from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import backward_nodes, recompute_expansions, recompute_sums
 from overlapc.fx.rng_state import describe, unwrap_attention
 from overlapc.fx.saved_sizes import save_sizes
-from overlapc.fx.versions import return_no_tangents
+from overlapc.fx.versions import fast_minimum_cut, return_no_tangents
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -88,7 +88,10 @@ def partition(
     note_coarse(joint_module.graph)
     # With `graphsafe_rng_functionalization`, generators become inputs of the graphs; only CUDA graphs over library
     # calls that draw random numbers need that.
-    with torch._functorch.config.patch(graphsafe_rng_functionalization=False, cse=False, recompute_views=True):
+    options_of_torch = torch._functorch.config.patch(
+        graphsafe_rng_functionalization=False, cse=False, recompute_views=True
+    )
+    with options_of_torch, fast_minimum_cut():
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )
