@@ -18,7 +18,8 @@ Launch = Callable[[], dist.Work]  # launches one collective
 _CYCLES_PER_S = 2e9  # at least the clock rate of a GPU, so that delays are long enough
 _MOST_HELD_S = 0.2
 _SPAN_S = 0.01  # intended compute time of one sample
-_PAUSE_S = 0.03  # before a burst: at less than half load a GPU does not lower its clock
+_BURST_S = 0.004  # the same of a burst, and the pause before it: at less than half load a GPU does not lower its clock.
+_PAUSE_S = 0.012  # A fourth of both changes times of 10 us and more by up to 10%, 2.5 times of both by up to 0.8%.
 _MOST_CALLS = 100  # in one sample; a GPU's launch queue holds about a thousand
 
 
@@ -133,13 +134,20 @@ def burst_ns(clock: Clock, call: Callable[[], Any], idle_since_s: float | None =
     """
     idle_s = 0.0 if idle_since_s is None else time.perf_counter() - idle_since_s
     time.sleep(max(0.0, _PAUSE_S - idle_s))
-    return compute_ns(clock, call, rounds=1)
+    return compute_ns(clock, call, rounds=1, span_s=_BURST_S)
 
 
-def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3, ahead: Callable[[], Any] | None = None) -> float:
+def compute_ns(
+    clock: Clock,
+    call: Callable[[], Any],
+    rounds: int = 3,
+    ahead: Callable[[], Any] | None = None,
+    span_s: float = _SPAN_S,
+) -> float:
     """Return the ns of one call in a sequence of equal calls with hidden launches: the median of `rounds` samples.
 
     ahead: launches work that runs right before each sample and is long enough to hide the launches.
+    span_s: the intended compute time of one sample.
     """
     call()
     clock.sync()
@@ -147,7 +155,7 @@ def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3, ahead: Ca
     call()
     host_s = time.perf_counter() - began
     clock.sync()
-    calls = max(3, min(_MOST_CALLS, int(_SPAN_S / max(time.perf_counter() - began, 1e-9))))
+    calls = max(3, min(_MOST_CALLS, int(span_s / max(time.perf_counter() - began, 1e-9))))
     samples = []
     for _ in range(rounds):
         if ahead is None:
