@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from overlapc.fx.arguments import argument, declared_arguments
-from overlapc.fx.node_writer import NodeWriter
+from overlapc.fx.node_writer import FakeResults, NodeWriter
 from overlapc.fx.versions import resolve_group
 
 aten, prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
@@ -124,11 +124,12 @@ def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Nod
     """
     graph = graph_module.graph
     count = 0
+    results = FakeResults()  # the reductions of equal layers are alike
     for start in list(graph.nodes):
         if start.op == "call_function" and start.target in REDUCTIONS and refusal(start) is None:
             place = place_of(start)
             if place is not None:
-                _exchange(start, place)
+                _exchange(start, place, results)
                 count += 1
     if count:
         graph.eliminate_dead_code(_is_impure)
@@ -177,7 +178,7 @@ def _is_impure(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or (node.target not in _MOVES and node.target not in _CASTS)
 
 
-def _exchange(start: fx.Node, place: Place) -> None:
+def _exchange(start: fx.Node, place: Place, results: FakeResults) -> None:
     (wait,) = start.users
     rank, ranks, hosts = place.rank, place.ranks, place.hosts
     how, whole = argument(start, 1), start.target is _c10d.all_reduce.default
@@ -185,7 +186,7 @@ def _exchange(start: fx.Node, place: Place) -> None:
     blocks = [] if whole or hosts == 1 else [hosts]
     reduced: Tensor = argument(start, 0).meta["val"]
     dtype = reduced.dtype
-    write = NodeWriter(start, start)
+    write = NodeWriter(start, start, results=results)
     given = _as_computed(argument(start, 0), dtype, write)
     if whole:
         given = _padded(write, given, ranks)
@@ -194,7 +195,7 @@ def _exchange(start: fx.Node, place: Place) -> None:
     value: Tensor = given.meta["val"]
     rows = value.shape[0] // math.prod(blocks, start=ranks)
     sent = write.call(EXCHANGE, given, ranks, group, *blocks)
-    write = NodeWriter(wait, start)
+    write = NodeWriter(wait, start, results=results)
     arrived = write.call(_c10d.wait_tensor.default, sent)
     parts = write.call(aten.view.default, arrived, [ranks - 1, *blocks, rows, *value.shape[1:]])
     here = write.call(aten.view.default, given, [*blocks, ranks, rows, *value.shape[1:]])

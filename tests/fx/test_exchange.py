@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.fx.communication import is_asynchronous
 from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
+from overlapc.fx.node_writer import fake_result
 from tests.worlds import fake_world
 
 _c10d = torch.ops._c10d_functional
@@ -160,3 +161,29 @@ def test_a_reduction_with_a_result_that_is_not_contiguous_stays_a_library_call()
         )
         (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.all_reduce.default)
         assert refusal(start) == "its result is not contiguous"
+
+
+def test_the_rewrite_of_a_reduction_like_an_earlier_one_has_the_metadata_that_its_ops_return():
+    def function(x: Tensor, y: Tensor, group: str) -> tuple[Tensor, ...]:
+        return tuple(reduced(each.t().to(torch.float32).contiguous(), group) for each in (x, y))
+
+    with fake_world(RANKS) as group:
+        x = torch.randn(8, 12, dtype=torch.bfloat16)
+        gm = make_fx(lambda *given: function(*given, group), tracing_mode="fake")(x, x.clone())
+        assert exchange_reductions(gm, lambda start: Place(1, RANKS)) == 2
+        calls = gm.graph.find_nodes(op="call_function", target=EXCHANGE)
+        assert (
+            calls[0].args[0].meta["val"].untyped_storage()._cdata
+            != calls[1].args[0].meta["val"].untyped_storage()._cdata
+        )
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                found, expected = node.meta["val"], fake_result(node)
+                assert form_of(found, node) == form_of(expected, node), node.format_node()
+
+
+def form_of(value: Tensor, node: fx.Node) -> tuple[object, ...]:
+    """Return dtype and layout of a result, and which arguments it shares memory with."""
+    memory = value.untyped_storage()._cdata
+    shared = [memory == arg.meta["val"].untyped_storage()._cdata for arg in node.all_input_nodes]
+    return value.dtype, value.device, value.shape, value.stride(), value.storage_offset(), shared
