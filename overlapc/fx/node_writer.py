@@ -49,8 +49,8 @@ class NodeWriter:
 
 
 class FakeResults:
-    """Results of calls on fake tensors. That of a call which is like an earlier one is built from the earlier result,
-    in a tenth of the time: calls are alike if they differ only in the memory of their tensors."""
+    """Results of calls on fake tensors. If a call differs from an earlier one only in the memory of its tensors, its
+    result is built from the earlier result, which is faster than calling the op."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, str], tuple[FakeTensor, int | None]] = {}
