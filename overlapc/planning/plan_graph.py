@@ -316,6 +316,8 @@ def _scheduled(
     if followed is None:
         with phase("passes"):
             result = passes(schedule, context)
+        if BESIDE_POOLS in gm.meta:  # reports state the memory of this graph alone
+            result = replace(result, incoming_peak_bytes=peak_with_pools(schedule))
     else:
         result = _following(followed, schedule, context, transports)
     dumps.write("passes", "walk", lambda: walk_through(result.after))

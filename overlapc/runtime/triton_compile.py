@@ -66,7 +66,7 @@ class Binary:
 
     @classmethod
     def of(cls, compiled: Any) -> Binary:
-        """Read the facts from Triton's (3.6) compiled kernel; ToolchainError if it needs more than a plain launch."""
+        """Read the facts from Triton's kernel (3.6, 3.7); ToolchainError if it needs more than a plain launch."""
         about = compiled.metadata
         scratch = (about.global_scratch_size, about.profile_scratch_size)
         if any(scratch) or about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
@@ -127,11 +127,20 @@ def without_packed_adds(ptx: str) -> str:
     return _PACKED_ADD.sub(apart, ptx)
 
 
-def _change_ptx(_backend: Any, stages: dict[str, Callable[..., Any]], *_: Any) -> None:
-    """Hook that Triton calls with the stages of a compilation: changes the PTX."""
+def _change_ptx(
+    _backend: Any = None, stages: dict[str, Callable[..., Any]] | None = None, *_: Any
+) -> tuple[str, str] | None:
+    """Hook that Triton calls with the stages of a compilation: changes the PTX.
+
+    Triton 3.7 also calls it without arguments, for a text and its hash that tell this hook from others in the key of
+    Triton's cache.
+    """
+    if stages is None:
+        return f"overlapc {REVISION}", str(REVISION)
     if "ptx" in stages:
         generate = stages["ptx"]
         stages["ptx"] = lambda source, metadata: without_packed_adds(generate(source, metadata))
+    return None
 
 
 def compile_now(what: Specification) -> Any:

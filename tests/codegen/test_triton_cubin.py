@@ -12,6 +12,7 @@ from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.fusion import fuse_ops
 from overlapc.ir.ops import Loops
+from overlapc.runtime.triton_compile import REVISION, _change_ptx
 from tests.codegen.case import Case
 from tests.codegen.cubins import compile_source
 from tests.codegen.interpreted import triton_on_cpu
@@ -128,3 +129,9 @@ def test_forms_compile(case: Case, form: str, tiling, tmp_path: Path):
     compiled = compile_source(source, tmp_path)
     assert len(compiled) == len(source.launch.stages)
     assert all(stage.asm["cubin"] for stage in compiled)
+
+
+def test_the_hook_that_changes_ptx_says_what_triton_3_7_adds_to_its_cache_key():
+    key, digest = _change_ptx() or ("", "")
+    assert str(REVISION) in key
+    assert str(REVISION) in digest

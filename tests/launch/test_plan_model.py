@@ -153,3 +153,11 @@ def test_saved_schedules_read_back_to_the_same_figures(tmp_path, monkeypatch):
 def test_malformed_machine_and_step_lines_of_a_schedule_file_are_an_error(what):
     with pytest.raises(ConfigError, match=f"the line `# {what.split()[0]}` after the schedules is malformed"):
         plan_text(f"schedule s\nx = kernel() : 4B 1us\n# {what}\n", Config())
+
+
+def test_forwards_peak_before_the_passes_is_its_own_and_not_what_backward_needs_beside_its_memory_pool():
+    report = planned("dp=4", layers=4, transport="copy", memory_budget=480_000, **FEW_PASSES)
+    forward = report.steps[0].graphs[0]
+    assert forward.pool_bytes
+    largest = max(size_bytes for _, size_bytes in forward.memory_before)
+    assert largest <= forward.incoming_peak_bytes < 1.05 * largest, "a pool's layout takes a little more than is live"
