@@ -131,7 +131,7 @@ def _policy(
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         raise ConfigError("fully_shard: no mesh given and no process group; run under torchrun or pass a mesh")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # else CUDA of a build that finds no GPU
     return init_device_mesh(
         accelerator.type if accelerator else "cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)
     )
