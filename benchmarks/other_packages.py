@@ -399,11 +399,6 @@ def _judge(name: str, dtype: torch.dtype, device: str) -> str:
     _declare_operators()
     torch.manual_seed(0)
     build = next(build for label, _, build in models() if label == name)
-    try:
-        module, given, named = build()
-    except Exception as error:  # noqa: BLE001 whatever the package raises for our sizes
-        return _no_case(name, error)
-    module.train()
 
     def cast(dtype: torch.dtype) -> Model:
         def of(value: Tensor) -> Tensor:
@@ -420,14 +415,16 @@ def _judge(name: str, dtype: torch.dtype, device: str) -> str:
         numbers = _numbers(made[0], torch.compile(made[0], backend=backend, options={"fallback_random": True}), made)
         return numbers, time.process_time() - begun
 
-    exact, eager = cast(torch.float64), cast(dtype)
     try:
+        module, given, named = build()
+        module.train()
+        exact, eager = cast(torch.float64), cast(dtype)
         truth = _numbers(exact[0], exact[0], exact)
         eager_error, _ = _error(_numbers(eager[0], eager[0], eager), truth)
-    except Exception as error:  # noqa: BLE001 whatever the model raises for our sizes
-        return _no_case(name, error)
+    except Exception as error:  # noqa: BLE001 whatever the package or the model raises for our sizes
+        return _no_case(name, f"{type(error).__name__}: {error}")
     if eager_error == float("inf"):
-        return _no_case(name, ArithmeticError("in eager mode, other numbers are finite than in float64"))
+        return _no_case(name, "in eager mode, other numbers are finite than in float64")
     numbers, seconds = compiled("overlapc")
     error, where = _error(numbers, truth)
     right = error <= max(4 * eager_error, _ALLOWED[str(dtype).removeprefix("torch.")])
@@ -437,8 +434,8 @@ def _judge(name: str, dtype: torch.dtype, device: str) -> str:
     return f"{line}, at {where}; Inductor {_error(compiled('inductor')[0], truth)[0]:.1e}"
 
 
-def _no_case(name: str, error: Exception) -> str:
-    return f"no case {name:46} {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+def _no_case(name: str, why: str) -> str:
+    return f"no case {name:46} {' '.join(why.split())[:120]}"
 
 
 def _run(name: str, options: argparse.Namespace) -> str:

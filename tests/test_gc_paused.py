@@ -63,8 +63,6 @@ def test_objects_that_the_user_froze_stay_frozen(compiling):
 def test_a_few_objects_that_python_froze_when_it_started_make_no_difference():
     code = """
 import gc
-import subprocess
-import sys
 gc.freeze()  # Python 3.12 starts like this, with some hundred objects
 import torch
 from torch._dynamo.callback import CallbackTrigger, callback_handler

@@ -58,8 +58,7 @@ class FakeResults:
     def of(self, node: fx.Node) -> Any:
         """Return the result of `node`, all of whose arguments have known sizes; see `fake_result`."""
         given = [arg.meta["val"] for arg in node.all_input_nodes]
-        form: Any = _Form
-        key = (node.target, repr(map_arg((node.args, node.kwargs), form)))
+        key = (node.target, repr(map_arg((node.args, node.kwargs), _form)))
         if key not in self._known:
             result = fake_result(node)
             memory = result.untyped_storage()._cdata
@@ -70,15 +69,10 @@ class FakeResults:
         return fake_like(like, None if shared_with is None else given[shared_with], 0)
 
 
-class _Form:
-    """Stands for a node in the text of a call: its tensor without its memory."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
-
-    def __repr__(self) -> str:
-        value = self.node.meta["val"]
-        return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()} {value.storage_offset()}"
+def _form(node: fx.Node) -> str:
+    """Return the text of a node's tensor without its memory."""
+    value = node.meta["val"]
+    return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()} {value.storage_offset()}"
 
 
 def fake_result(node: fx.Node) -> Any:

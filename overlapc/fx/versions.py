@@ -411,7 +411,7 @@ def core_decompositions() -> dict[Any, Callable[..., Any]]:
 
     `torch._decomp.core_aten_decompositions` has those, too, which takes it a tenth of a second.
     """
-    return dict(_core_aten_decompositions_post_autograd())
+    return _core_aten_decompositions_post_autograd()
 
 
 @lru_cache(None)
