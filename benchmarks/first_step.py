@@ -1,6 +1,7 @@
-"""Time the first training step of a sharded Hugging Face Llama, cold and warm, beside FSDP2 + compile by blocks.
+"""Time the first training step of a sharded model of another author, cold and warm, beside FSDP2 + compile by blocks.
 
-    python benchmarks/first_step.py                                     # a narrow model, 2 ranks on CPU
+    python benchmarks/first_step.py                                     # a narrow Llama, 2 ranks on CPU
+    python benchmarks/first_step.py --model gpt2-medium                 # another model of huggingface_models.py
     python benchmarks/first_step.py --fake                              # only the first rank, without communication
     python benchmarks/first_step.py --device cuda --wide                # 1B parameters, 2 GPUs
     python benchmarks/first_step.py --systems overlapc --breakdown      # where the time goes, by phase and by file
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from caches import environment_with_caches
+from huggingface_models import CASES, sharded
 from sampled import PHASES, Sampled
 from tabulate import tabulate
 
@@ -63,7 +65,8 @@ def main() -> None:
 def show(args: argparse.Namespace, found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
     """Print the seconds of each system and, for the last round, their breakdown."""
     last = next(iter(found.values()))[-1]
-    print(f"{last['on']}, {args.nproc} ranks, {args.layers} layers, {last['parameters'] / 1e6:.0f}M parameters")
+    size = f"{args.layers} layers, {last['parameters'] / 1e6:.0f}M parameters"
+    print(f"{args.model}, {size}, {args.nproc} ranks, {last['on']}")
     medians = {
         at: {name: statistics.median(run[name] for run in runs) for name in ("first_s", "cpu_s")}
         for at, runs in found.items()
@@ -93,8 +96,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nproc", type=int, default=2, help="ranks, one per GPU (default: %(default)s)")
     parser.add_argument("--fake", action="store_true", help="run the first rank alone, over torch's fake process group")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--wide", action="store_true", help="a 1B model: hidden size 2048, batch 2 x 4096")
+    parser.add_argument("--model", choices=sorted(CASES), default="llama-1b", help="(default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: as many as the model has)")
+    parser.add_argument("--wide", action="store_true", help="in the size that people train (default: narrow)")
     parser.add_argument("--systems", default="overlapc,compile", help=f"some of {', '.join(SYSTEMS)}")
     parser.add_argument("--rounds", type=int, default=1, help="pairs of cold and warm starts, each with new folders")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds a process may take")
@@ -102,7 +106,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--breakdown", action="store_true", help="sample stacks and print the time of each phase")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.layers = CASES[args.model].layers if args.layers is None else args.layers
+    return args
 
 
 def run(system: str, start: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def run(system: str, start: str, folder: Path, args: argparse.Namespace) -> dict
         "FIRST_STEP_STORE": str(folder / f"store_{start}"),
     }
     command = [sys.executable, __file__, "--worker", system]
-    for name in ("device", "nproc", "layers"):
+    for name in ("model", "device", "nproc", "layers"):
         command += [f"--{name}", str(getattr(args, name))]
     command += [f"--{name}" for name in ("wide", "fake") if getattr(args, name)]
     ranks = []
@@ -143,7 +149,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the first step and a later one on this rank."""
     import torch
     import torch.distributed as dist
-    from huggingface_models import CASES, sharded
     from torch import nn
 
     import overlapc
@@ -161,8 +166,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     backend = "fake" if args.fake else "nccl" if args.device == "cuda" else "gloo"
     own = device if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=args.rank, world_size=args.nproc, device_id=own)
-    case = CASES["llama-1b"]
-    shape = {**case.shape(not args.wide), "num_hidden_layers": args.layers}
+    case = CASES[args.model]
+    shape = case.shape(not args.wide, args.layers)
     model = sharded(case, shape, args.device, compile_blocks=args.worker == "compile")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs = case.inputs(shape, *(case.batch if args.wide else (1, 16)), args.device)

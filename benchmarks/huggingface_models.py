@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 Inputs = dict[str, Tensor]
+_DEPTHS = ("num_hidden_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")  # names of numbers of layers
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,15 @@ class Case:
     config: Mapping[str, Any]
     tiny: Mapping[str, Any]
 
-    def shape(self, tiny: bool) -> Mapping[str, Any]:
-        return {**self.config, **self.tiny} if tiny else self.config
+    def shape(self, tiny: bool, layers: int | None = None) -> Mapping[str, Any]:
+        """Return the configuration; `layers` replaces its numbers of layers (the tiny one has two)."""
+        shape = {**self.config, **self.tiny} if tiny else self.config
+        return shape if layers is None else {**shape, **{name: layers for name in _DEPTHS if name in shape}}
+
+    @property
+    def layers(self) -> int:
+        """The layers of the model as its authors wrote it; of the encoder, if it also has a decoder."""
+        return next(int(self.config[name]) for name in _DEPTHS if name in self.config)
 
 
 def sharded(case: Case, shape: Mapping[str, Any], device: str, compile_blocks: bool) -> nn.Module:
@@ -216,7 +224,7 @@ CASES: dict[str, Case] = {
             "sliding_window": 512,
         },
         {**_SMALL, **_WORDS, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8,
-         "layer_types": ["sliding_attention", "full_attention"]},
+         "sliding_window_pattern": 2},
     ),
     "modernbert-large": Case(
         _made("ModernBertForMaskedLM", "ModernBertConfig"),

@@ -306,7 +306,7 @@ def variance(context: Lowering, x: View, dim: Any, value: Value, correction: Any
         if not less.is_integer():
             raise Impossible("a fractional correction")
         less = int(less)
-    divisor = sympy.Max(0, count - less) if count.is_Integer else count - less
+    divisor = sympy.Max(0, count - less)
     return op("div", total, cast(context.scalar(divisor), value.dtype))
 
 

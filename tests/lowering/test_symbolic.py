@@ -63,6 +63,7 @@ def test_numbers_that_depend_on_data_equal_eager(dynamic):
 def test_sizes_may_be_used_as_numbers_and_returned():
     same(lambda x: (x.size(0), x * x.size(0), x.numel() / 2, x / x.size(1) ** 0.5), torch.randn(7, 5), dynamic=True)
     same(lambda x: (x.var(0), x.std(1), F.layer_norm(x, (x.size(1),))), torch.randn(7, 5), dynamic=True)
+    same(lambda x: (x.var(0, correction=9), *torch.var_mean(x, 1, correction=5)), torch.randn(7, 5), dynamic=True)
     same(lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"), torch.randn(1, 2, 6, 5), dynamic=True)
 
 
