@@ -324,8 +324,8 @@ class _Builder:
         self.instructions.append(Call(op, tuple((leaf.buffer, path) for leaf, path in results), starts))
         for leaf, _ in results:
             if isinstance(leaf, Handle):
-                if leaf.expr is not None and leaf.expr.is_Symbol:
-                    self._bind(BindSize(leaf.expr, leaf.buffer))
+                if leaf.defines is not None:
+                    self._bind(BindSize(leaf.defines, leaf.buffer))
                 continue
             self.layouts[leaf.buffer] = leaf.layout
             for dim, expr in enumerate(leaf.layout.size):

@@ -106,7 +106,15 @@ class Handle:
     """A run-time value other than a strided tensor: a number, a size (with `expr`), a module, a sparse tensor."""
 
     buffer: str
-    expr: sympy.Expr | None = None
+    expr: sympy.Expr | None = None  # of an integer: what its readers see
+    flag: sympy.Symbol | None = None  # of a bool: the symbol that is 1 in expressions if it is true, else 0
+
+    @property
+    def defines(self) -> sympy.Symbol | None:
+        """The symbol that is known once this value is."""
+        if self.expr is not None and self.expr.is_Symbol:
+            return self.expr
+        return self.flag
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,14 @@ from overlapc.ir.ops import (
 from overlapc.ir.rewriting import canonical
 from overlapc.lowering.precision import coarsened
 from overlapc.lowering.provenance import provenance
-from overlapc.lowering.schema import has_side_effects, mutated, returned_argument, users_through_views
+from overlapc.lowering.schema import (
+    binds_sizes,
+    bound_symbol,
+    has_side_effects,
+    mutated,
+    returned_argument,
+    users_through_views,
+)
 from overlapc.lowering.table import OUT_VARIANTS, Impossible
 
 aten = torch.ops.aten
@@ -156,7 +163,7 @@ class Lowering:
                 self.graph.views[output.buffer] = output
                 sizes = output.layout.size
             else:
-                sizes = (output.expr,) if output.expr is not None else ()
+                sizes = (output.defines,) if output.defines is not None else ()
             for size in sizes:
                 if size.is_Symbol and str(size) not in self.known:
                     self.known.add(str(size))
@@ -361,7 +368,7 @@ class Lowering:
                 return Handle(name)
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 return View(name, self.layout(value, offset=sympy.S.Zero))
-            return Handle(name, self.expr(value) if isinstance(value, torch.SymInt) else None)
+            return self._number(name, value, path)
 
         result = mirror(self.node.meta.get("val"), ())
         out = isinstance(result, View) and target in OUT_VARIANTS and result.layout.is_dense()
@@ -377,6 +384,21 @@ class Lowering:
             pure=not roots and not has_side_effects(target),
             origin=provenance(self.node),
         )
+
+    def _number(self, name: str, value: Any, path: tuple[int, ...]) -> Handle:
+        """Return result `path` of the node, which is no strided tensor."""
+        if isinstance(value, torch.SymBool) and binds_sizes(self.node):
+            flags = value.node.expr.free_symbols  # of `Eq(u0, 1)`; none if a check promises which it is
+            return Handle(name, flag=next(iter(flags), None))
+        if not isinstance(value, torch.SymInt):
+            return Handle(name)
+        expr = self.expr(value)
+        own = bound_symbol(self.node, path)
+        if own is not None and (not expr.is_Symbol or str(expr) in self.known):
+            # A check promises that the number equals `expr`, so that tracing writes `expr` for it. The check itself
+            # must see the number.
+            return Handle(name, own)
+        return Handle(name, expr)
 
     def _mutated_name(self, root: str) -> View:
         base = name = f"{root}__{self.node.name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch._higher_order_ops.effects import with_effects
 from torch.fx import Node
@@ -49,6 +50,17 @@ def is_effect_token(node: Node) -> bool:
 def binds_sizes(node: Node) -> bool:
     """Whether the node defines sizes that depend on data."""
     return bool(node.meta.get("unbacked_bindings"))
+
+
+def bound_symbol(node: Node, path: tuple[int, ...]) -> sympy.Symbol | None:
+    """Return the symbol that tracing gave to the number which the node returns as result `path`; None if it has none.
+
+    Its value has another expression if tracing has found out what the number equals.
+    """
+    for symbol, keys in node.meta.get("unbacked_bindings", {}).items():
+        if path == tuple(getattr(key, "idx", None) for key in keys):
+            return symbol
+    return None
 
 
 def mutated(target: Any, args: Any, kwargs: Mapping[str, Any]) -> list[View]:

@@ -60,6 +60,40 @@ def test_numbers_that_depend_on_data_equal_eager(dynamic):
     same(torch.repeat_interleave, torch.randn(3), torch.tensor([1, 2, 0]), dynamic=dynamic)
 
 
+def checked(x, y, promise):
+    number = y.item()
+    torch._check(promise(number, x))
+    return x + number
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    ("promise", "kept", "broken"),
+    [
+        (lambda number, x: number == 3, 3, 4),
+        (lambda number, x: number == x.max().int().item(), 1, 2),
+        (lambda number, x: number // 2 == x.size(0), 8, 11),
+        (lambda number, x: number >= 2, 2, 1),
+        (lambda number, x: number, True, False),
+    ],
+)
+def test_a_broken_promise_about_a_number_raises(promise, kept, broken, dynamic):
+    call = compiled(lambda x, y: checked(x, y, promise), dynamic=dynamic)
+    x = torch.ones(4, 3)
+    assert torch.equal(call(x, torch.tensor([kept])), x + kept)
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        call(x, torch.tensor([broken]))
+
+
+@SHAPES
+def test_a_bool_that_depends_on_data_is_returned_and_used(dynamic):
+    call = compiled(lambda x: (bool(x[0].item()), x.all().item(), torch.full((3,), x.any().item())), dynamic=dynamic)
+    for values in ([True, False], [False, True], [False, False]):
+        first, every, filled = call(torch.tensor(values))
+        assert (first, every, filled.tolist()) == (values[0], all(values), 3 * [any(values)])
+        assert isinstance(first, bool)
+
+
 def test_sizes_may_be_used_as_numbers_and_returned():
     same(lambda x: (x.size(0), x * x.size(0), x.numel() / 2, x / x.size(1) ** 0.5), torch.randn(7, 5), dynamic=True)
     same(lambda x: (x.var(0), x.std(1), F.layer_norm(x, (x.size(1),))), torch.randn(7, 5), dynamic=True)
