@@ -103,7 +103,8 @@ def loaded(item: CubinRequest, binary: Binary, cubin: Path, device: int) -> Load
         raise refused(item.source, item.stage.function, item.what.path, str(error)) from error
     count("triton_kernels_loaded")
     launch, warps, shared = launcher._launch_kernel, binary.warps, binary.shared_bytes
-    types = "K" * (len(item.what.types) + binary.hidden)  # every argument is 8 bytes
+    # Every argument has 8 bytes; a size may be a number below 0.
+    types = "".join("K" if kind.startswith("*") else "l" for kind in item.what.types) + "K" * binary.hidden
     hidden = (0,) * binary.hidden
 
     def run(programs: int, stream: int, arguments: Sequence[int]) -> None:

@@ -573,9 +573,10 @@ def floor_div(a, b):
 def integer_power(a, b):
     """Return a ** b for integers, with wraparound; 0 for negative exponents, except for a = ±1."""
     one = tl.full([], 1, a.dtype)
-    result = tl.where(b == b, one, one)
-    base = a + tl.where(b == b, one, one) - one
-    left = b + tl.where(a == a, one, one) - one
+    zero = (a ^ a) | (b ^ b)  # of the shape of both, as what a loop changes must be from its start
+    result = zero | one
+    base = zero | a
+    left = zero | b
     for _ in range(63):
         result = tl.where((left & 1) != 0, result * base, result)
         base = base * base

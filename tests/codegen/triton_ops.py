@@ -75,6 +75,8 @@ EXACT = set(
     "logical_or logical_xor bitwise_and bitwise_or bitwise_xor shift_left shift_right".split()
 )
 
+_ANY_ZERO = {"relu", "remainder", "maximum", "minimum"}  # torch does not define the sign of a result of 0
+
 
 def names_of(dtype: torch.dtype, arity: int) -> list[str]:
     """Return the operations of `arity` that torch has for `dtype`."""
@@ -141,27 +143,57 @@ def elementwise(dtype: torch.dtype, arity: int) -> Case:
     return _Elementwise(f"{'unary' if arity == 1 else 'binary'}_{str(dtype)[6:]}", body, tensors, expected)
 
 
+def with_a_number(dtype: torch.dtype) -> Case:
+    """Return a kernel that applies every operation of two operands to a tensor and the number 3, in both orders."""
+    x = operands(dtype)[0]
+    if not dtype.is_floating_point and dtype is not torch.bool:
+        x = x[(x > 0) & (x < 64)]  # divides, and is a distance of a shift
+    load = Load("a", p0, dtype)
+    number = Constant(3, load.dtype)
+    pairs = {f"{name}_{at}": name for name in names_of(dtype, 2) for at in ("of_3", "with_3")}
+    stores, tensors = [], {"a": x}
+    for result, name in pairs.items():
+        value = op(name, number, load) if result.endswith("_of_3") else op(name, load, number)
+        memory = torch.bool if value.dtype is torch.bool else dtype
+        stores.append(Store(result, p0, value, memory))
+        tensors[result] = torch.zeros(x.numel(), dtype=memory)
+
+    def expected(t: Tensors) -> Tensors:
+        a = t["a"].float() if dtype.itemsize == 2 and dtype.is_floating_point else t["a"]
+        three = torch.full_like(a, 3)
+        return {
+            result: BINARY[name](three, a) if result.endswith("_of_3") else BINARY[name](a, three)
+            for result, name in pairs.items()
+        }
+
+    body = Body((loop(p0, x.numel()),), (), tuple(stores))
+    return _Elementwise(f"number_{str(dtype)[6:]}", body, tensors, expected)
+
+
 class _Elementwise(Case):
     """A case that compares every element relative to itself, because functions are off by units in the last place."""
 
     def problem(self, name, got, want, inputs):
         operands = [inputs[key].tensor for key in ("a", "b") if key in inputs]
-        return _elements_off(got, want.to(got.dtype), name in EXACT, operands)
+        operation = name.removesuffix("_of_3").removesuffix("_with_3")
+        return _elements_off(got, want.to(got.dtype), operation, operands)
 
 
 # Three units in the last place of the computing precision; one unit if the result is rounded to a lower precision.
 _RELATIVE = {torch.float32: 4e-7, torch.float64: 1e-15, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
-def _elements_off(got: torch.Tensor, want: torch.Tensor, exact: bool, inputs: list[torch.Tensor]) -> str:
+def _elements_off(got: torch.Tensor, want: torch.Tensor, operation: str, inputs: list[torch.Tensor]) -> str:
     if not got.dtype.is_floating_point:
         wrong = got != want
     else:
         same = (got == want) | (got.isnan() & want.isnan())
-        relative = 0.0 if exact else _RELATIVE[got.dtype]
+        relative = 0.0 if operation in EXACT else _RELATIVE[got.dtype]
         # Subnormal results may be flushed to zero.
         allowed = relative * want.double().abs() + torch.finfo(got.dtype).tiny
         wrong = ~(same | ((got.double() - want.double()).abs() <= allowed))
+        if operation in EXACT - _ANY_ZERO:
+            wrong |= (got == 0) & (want == 0) & (got.signbit() != want.signbit())
     if not wrong.any():
         return ""
     at = int(wrong.nonzero()[0])
@@ -301,6 +333,7 @@ def atomics() -> Case:
 def all_cases() -> list[Case]:
     return [
         *(elementwise(dtype, arity) for dtype in DTYPES for arity in (1, 2)),
+        *(with_a_number(dtype) for dtype in DTYPES),
         *(casts(dtype) for dtype in DTYPES),
         where_and_constants(),
         random_numbers(),

@@ -61,6 +61,21 @@ def test_casts_of_out_of_range_floats_to_integers_equal_eager():
         same(function, torch.tensor(special * 3, dtype=torch.float64).to(dtype))  # long enough for vectors and a tail
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_numbers_far_below_zero_are_not_computed_in_int32(generator, dynamic):
+    def function(x, step):
+        return (
+            torch.arange(0, -12_000_000_000, -3_000_000_000) + x,
+            torch.arange(4) * step,
+            torch.arange(0, 4 * step, step),
+        )
+
+    call = compiled(function, dynamic=dynamic)
+    for step in (-1, -16, -3_000_000_000, 3_000_000_000):
+        for ours, eagers in zip(call(torch.arange(4), step), function(torch.arange(4), step), strict=True):
+            assert torch.equal(ours, eagers), step
+
+
 def test_the_variance_of_equal_numbers_is_0(generator):
     def function(x):
         return x.var(1), x.std(0), x.std(1, correction=2), x.var(), x.std(1, correction=0), x.T.var(0, correction=0)

@@ -130,6 +130,12 @@ def test_one_kernel_serves_many_sizes(tmp_path: Path):
     assert len(launchers) == 1
 
 
+def test_sizes_may_be_numbers_below_zero():
+    call = torch.compile(lambda step: torch.arange(512, -512, step, device="cuda"), backend="overlapc", dynamic=True)
+    for step in (-1, -16, -5):
+        assert torch.equal(call(step), torch.arange(512, -512, step, device="cuda"))
+
+
 def test_more_elements_than_int32_equal_eager(tmp_path: Path):
     count = 2**31 + 4096
     case = swiglu(16)  # only for its formula; the large tensors are made on the device

@@ -217,7 +217,7 @@ def _on_bools(name: str, args: Sequence[str]) -> str:
 def _on_floats(name: str, args: Sequence[str], dtype: torch.dtype) -> str:
     first = args[0]
     simple = {
-        "neg": f"-{first}",
+        "neg": f"{first} * -1.0",  # Triton's own minus subtracts from 0, which makes 0 of 0 instead of -0
         "abs": f"tl.abs({first})",
         "reciprocal": f"ops.divide(tl.full([], 1.0, {COMPUTE[dtype]}), {first})",
         "rsqrt": f"tl.rsqrt({first})",

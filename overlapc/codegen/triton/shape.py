@@ -99,14 +99,17 @@ class KernelShape:
         )
 
     def _index_width(self) -> tuple[tuple[sympy.Expr, ...], str]:
-        """Return the largest indices that depend on symbols, and the dtype of indices ("INDEX": chosen at launch)."""
+        """Return the largest magnitudes of indices that depend on symbols, and the dtype of indices.
+
+        "INDEX" is a dtype chosen at launch.
+        """
         largest: set[sympy.Expr] = set(self.numel.values())
         exprs = [expr for value in self.body.values() for expr in value.indices()]
         unknown = False
         for expr in (*exprs, *(store.index for store in self.body.stores)):
             found = bounds(expr, self.ranges)
             if found is not None:
-                largest.add(found[1])
+                largest |= {-found[0], found[1]}
             else:
                 # Indices loaded from memory are int64, and so are sums with them; other unbounded indices need int64.
                 unknown = unknown or not any(str(symbol).startswith("i") for symbol in expr.free_symbols)
