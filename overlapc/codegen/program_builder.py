@@ -189,12 +189,8 @@ class _Builder:
             if view is None:
                 continue
             self.layouts[name] = view.layout
-            if name in self.graph.constants:
-                continue
-            for stride, exprs in ((False, view.layout.size), (True, view.layout.stride)):
-                for dim, expr in enumerate(exprs):
-                    if expr.is_Symbol:
-                        self._bind(BindSize(expr, name, dim, stride))
+            if name not in self.graph.constants:
+                self._bind_layout(name, view.layout)
         for name in self.graph.inputs:
             view = self.graph.views.get(name)
             if view is not None and name in self.relied_on:
@@ -230,6 +226,13 @@ class _Builder:
         read = {name for node in self.schedule.nodes for name in (*node.reads, *node.mutates)}
         returned = {view.buffer for view in named_in(self.graph.outputs)}
         return {self.graph.root(name) for name in read | returned}
+
+    def _bind_layout(self, buffer: str, layout: Layout) -> None:
+        """Assign the sizes and strides of a tensor to their symbols."""
+        for stride, exprs in ((False, layout.size), (True, layout.stride)):
+            for dim, expr in enumerate(exprs):
+                if expr.is_Symbol:
+                    self._bind(BindSize(expr, buffer, dim, stride))
 
     def _bind(self, binding: BindSize) -> None:
         if str(binding.symbol) not in self.sizes_known:
@@ -328,9 +331,7 @@ class _Builder:
                     self._bind(BindSize(leaf.defines, leaf.buffer))
                 continue
             self.layouts[leaf.buffer] = leaf.layout
-            for dim, expr in enumerate(leaf.layout.size):
-                if expr.is_Symbol:
-                    self._bind(BindSize(expr, leaf.buffer, dim))
+            self._bind_layout(leaf.buffer, leaf.layout)
             # `out=` was allocated with the traced layout.
             if not (starts or op.out) and self.graph.root(leaf.buffer) in self.relied_on:
                 self.instructions.append(ExpectLayout(leaf.buffer, leaf.layout))

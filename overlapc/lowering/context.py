@@ -161,7 +161,7 @@ class Lowering:
         for output in op.outputs:
             if isinstance(output, View):
                 self.graph.views[output.buffer] = output
-                sizes = output.layout.size
+                sizes = (*output.layout.size, *output.layout.stride)
             else:
                 sizes = (output.defines,) if output.defines is not None else ()
             for size in sizes:

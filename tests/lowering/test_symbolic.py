@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from overlapc.runtime.counters import counted
 from tests.codegen.interpreted import triton_on_cpu
@@ -92,6 +93,20 @@ def test_a_bool_that_depends_on_data_is_returned_and_used(dynamic):
         first, every, filled = call(torch.tensor(values))
         assert (first, every, filled.tolist()) == (values[0], all(values), 3 * [any(values)])
         assert isinstance(first, bool)
+
+
+@torch.library.custom_op("overlapc_tests::far_apart", mutates_args=())
+def far_apart(count: Tensor) -> Tensor:
+    return torch.empty_strided((1, 2), (int(count), 1)).fill_(3.0)
+
+
+@far_apart.register_fake
+def _(count):
+    return torch.empty_strided((1, 2), (torch.library.get_ctx().new_dynamic_size(), 1))
+
+
+def test_a_stride_that_depends_on_data_is_a_number():
+    same(lambda x: torch.ones(torch.ops.overlapc_tests.far_apart(x).stride(0)) + x, torch.tensor([5]), dynamic=True)
 
 
 def test_sizes_may_be_used_as_numbers_and_returned():
