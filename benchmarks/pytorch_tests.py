@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+_VERDICTS = ("passed", "skipped", "failed")
 _REPLACE = "PYTORCH_TESTS_REPLACE_BACKENDS"  # set for the run with overlapc, whose processes load this as a plug-in
 
 
@@ -44,15 +45,16 @@ def main() -> None:
     if not args.file.is_file():
         raise SystemExit(f"{args.file} does not exist\nhint: clone PyTorch in the version that is installed")
     as_it_is, ours = (run(args.file, replace, for_pytest, args.seconds) for replace in (False, True))
-    rows = [[how, *(Counter(each.verdict for each in found.values())[verdict] for verdict in VERDICTS)]
-            for how, found in (("as they are", as_it_is), ("with overlapc", ours))]  # fmt: skip
-    print(tabulate(rows, ["tests", *VERDICTS]))
+    print(tabulate([counted("as they are", as_it_is), counted("with overlapc", ours)], ["tests", *_VERDICTS]))
     failed = [name for name, each in ours.items() if each.verdict == "failed"]
     new = [[name, ours[name].error] for name in failed if as_it_is.get(name) == Outcome("passed")]
     print(f"\n{len(new)} new failures" + (":\n" + tabulate(new, tablefmt="plain") if new else ""))
 
 
-VERDICTS = ("passed", "skipped", "failed")
+def counted(how: str, found: Mapping[str, Outcome]) -> list[Any]:
+    """Return a row of the table: how the tests ran, and how many ended in each way."""
+    counts = Counter(each.verdict for each in found.values())
+    return [how, *(counts[verdict] for verdict in _VERDICTS)]
 
 
 def run(file: Path, replace: bool, options: Sequence[str], seconds: float) -> dict[str, Outcome]:
@@ -105,7 +107,7 @@ def replace_backends() -> None:
 
     from overlapc.backend import overlapc
 
-    def compile_fx(gm: Any, inputs: Any, **options: Mapping[str, Any]) -> Any:
+    def compile_fx(gm: Any, inputs: Any, **options: Any) -> Any:
         return overlapc(gm, inputs)
 
     torch._inductor.compile_fx.compile_fx = compile_fx  # the default of torch.compile looks it up at each call
@@ -113,12 +115,12 @@ def replace_backends() -> None:
         registry.lookup_backend(name)  # registers all of torch's
         registry._COMPILER_FNS[name] = compile_fx
 
-    def counted(self: Any, gm: Any, inputs: Any) -> Any:
+    def count(self: Any, gm: Any, inputs: Any) -> Any:
         self.frame_count += 1
         self.op_count += sum("call" in node.op for node in gm.graph.nodes)
         return overlapc(gm, inputs)
 
-    torch._dynamo.testing.CompileCounter.__call__ = counted
+    torch._dynamo.testing.CompileCounter.__call__ = count
 
 
 if __name__ == "__main__":
