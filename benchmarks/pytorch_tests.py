@@ -7,8 +7,8 @@
 
 Options that this script does not know go to pytest. The tests run twice, as they are and with overlapc, each time in
 new processes. A test that passes only as it is counts as a new failure, which is not always one of overlapc: many
-tests assert how many kernels Inductor generates, or what its code says. Random numbers of generated kernels differ from
-eager's, and overlapc rounds float16 and bfloat16 as often as eager does, where Inductor rounds once.
+tests assert how many kernels Inductor generates, or what its code says, and overlapc rounds float16 and bfloat16 as
+often as eager does, where Inductor rounds once. Random numbers are drawn by calls, as in eager (`fallback_random`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run(file: Path, replace: bool, options: Sequence[str], seconds: float) -> di
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
     environment.pop(_REPLACE, None)
     if replace:
-        environment[_REPLACE] = "1"
+        environment |= {_REPLACE: "1", "OVERLAPC_FALLBACK_RANDOM": "1"}  # so that random numbers are eager's
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "pytest.ini").write_text("[pytest]\n")  # not the configuration of PyTorch or of this project
         found = Path(folder) / "found.xml"
