@@ -60,7 +60,8 @@ def counted(how: str, found: Mapping[str, Outcome]) -> list[Any]:
 def run(file: Path, replace: bool, options: Sequence[str], seconds: float) -> dict[str, Outcome]:
     """Return how each test of the file ended."""
     here = Path(__file__).resolve().parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, "PYTHONPATH": path}
     environment.pop(_REPLACE, None)
     if replace:
         environment |= {_REPLACE: "1", "OVERLAPC_FALLBACK_RANDOM": "1"}  # so that random numbers are eager's
@@ -70,7 +71,10 @@ def run(file: Path, replace: bool, options: Sequence[str], seconds: float) -> di
         command = [sys.executable, "-m", "pytest", "-q", "-p", "pytorch_tests", "-p", "no:cacheprovider"]
         command += ["-c", f"{folder}/pytest.ini", "--rootdir", folder, f"--junitxml={found}", "--tb=line"]
         command += [str(file.resolve()), *options]
-        ran = subprocess.run(command, env=environment, timeout=seconds, capture_output=True, text=True)
+        try:
+            ran = subprocess.run(command, env=environment, timeout=seconds, capture_output=True, text=True)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"the tests did not end within {seconds:g} s\nhint: --seconds, -n or -k") from None
         if not found.exists():
             raise SystemExit(f"pytest ended with {ran.returncode}:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
         return outcomes(ElementTree.parse(found).getroot(), ran.stdout)

@@ -121,26 +121,16 @@ def elementwise(dtype: torch.dtype, arity: int) -> Case:
         usable = (right != 0) & ((left != torch.iinfo(dtype).min) if dtype is not torch.bool else True)
         if dtype is not torch.bool and arity == 2:
             left, right = left[usable], right[usable]  # division by zero and overflowing division are undefined
-    count = left.numel()
     loads = (Load("a", p0, dtype), Load("b", p0, dtype))[:arity]
-    stores, tensors = [], {"a": left, "b": right}
-    for name in names:
-        value = op(name, *loads)
-        memory = torch.bool if value.dtype is torch.bool else dtype
-        stores.append(Store(name, p0, value, memory))
-        tensors[name] = torch.zeros(count, dtype=memory)
-    if arity == 1:
-        del tensors["b"]
-    body = Body((loop(p0, count),), (), tuple(stores))
+    values = {name: op(name, *loads) for name in names}
 
     def expected(t: Tensors) -> Tensors:
-        args = [
-            t[name].float() if dtype.itemsize == 2 and dtype.is_floating_point else t[name] for name in "ab"[:arity]
-        ]
+        args = [_widened(t[name]) for name in "ab"[:arity]]
         table = UNARY if arity == 1 else BINARY
         return {name: table[name](*args) if name in table else args[0] for name in names}
 
-    return _Elementwise(f"{'unary' if arity == 1 else 'binary'}_{str(dtype)[6:]}", body, tensors, expected)
+    given = dict(zip("ab"[:arity], (left, right), strict=False))
+    return _applied(f"{'unary' if arity == 1 else 'binary'}_{str(dtype)[6:]}", values, dtype, given, expected)
 
 
 def with_a_number(dtype: torch.dtype) -> Case:
@@ -150,24 +140,37 @@ def with_a_number(dtype: torch.dtype) -> Case:
         x = x[(x > 0) & (x < 64)]  # divides, and is a distance of a shift
     load = Load("a", p0, dtype)
     number = Constant(3, load.dtype)
-    pairs = {f"{name}_{at}": name for name in names_of(dtype, 2) for at in ("of_3", "with_3")}
-    stores, tensors = [], {"a": x}
-    for result, name in pairs.items():
-        value = op(name, number, load) if result.endswith("_of_3") else op(name, load, number)
-        memory = torch.bool if value.dtype is torch.bool else dtype
-        stores.append(Store(result, p0, value, memory))
-        tensors[result] = torch.zeros(x.numel(), dtype=memory)
+    names = names_of(dtype, 2)
+    values = {f"{name}_of_3": op(name, number, load) for name in names}
+    values |= {f"{name}_with_3": op(name, load, number) for name in names}
 
     def expected(t: Tensors) -> Tensors:
-        a = t["a"].float() if dtype.itemsize == 2 and dtype.is_floating_point else t["a"]
+        a = _widened(t["a"])
         three = torch.full_like(a, 3)
-        return {
-            result: BINARY[name](three, a) if result.endswith("_of_3") else BINARY[name](a, three)
-            for result, name in pairs.items()
-        }
+        results = {f"{name}_of_3": BINARY[name](three, a) for name in names}
+        return results | {f"{name}_with_3": BINARY[name](a, three) for name in names}
 
-    body = Body((loop(p0, x.numel()),), (), tuple(stores))
-    return _Elementwise(f"number_{str(dtype)[6:]}", body, tensors, expected)
+    return _applied(f"number_{str(dtype)[6:]}", values, dtype, {"a": x}, expected)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the dtype in which kernels compute."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _applied(
+    name: str,
+    values: dict[str, Value],
+    dtype: torch.dtype,
+    given: dict[str, torch.Tensor],
+    expected: Callable[[Tensors], Tensors],
+) -> Case:
+    """Return a kernel that stores each of `values`, of `dtype` or bool, for every element of the given tensors."""
+    count = given["a"].numel()
+    memory = {result: torch.bool if value.dtype is torch.bool else dtype for result, value in values.items()}
+    stores = tuple(Store(result, p0, value, memory[result]) for result, value in values.items())
+    tensors = given | {result: torch.zeros(count, dtype=memory[result]) for result in values}
+    return _Elementwise(name, Body((loop(p0, count),), (), stores), tensors, expected)
 
 
 class _Elementwise(Case):

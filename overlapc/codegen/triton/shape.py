@@ -15,7 +15,7 @@ from overlapc.codegen.triton.pairs import paired
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Op, Scan, Store, Value, depends_on, topological
 from overlapc.ir.facts import unseen_where_masked
-from overlapc.ir.indexing import bounds, exact_quotient, numel
+from overlapc.ir.indexing import at_most, bounds, exact_quotient, numel
 
 WIDEST_ACCESS = 8  # elements of two bytes in 16
 _INT32_LIMIT = 2**31 - 2**20  # leaves room for the last tile, which may be partly masked
@@ -109,7 +109,9 @@ class KernelShape:
         for expr in (*exprs, *(store.index for store in self.body.stores)):
             found = bounds(expr, self.ranges)
             if found is not None:
-                largest |= {-found[0], found[1]}
+                largest.add(found[1])
+                if not at_most(sympy.S.Zero, found[0]):
+                    largest.add(-found[0])
             else:
                 # Indices loaded from memory are int64, and so are sums with them; other unbounded indices need int64.
                 unknown = unknown or not any(str(symbol).startswith("i") for symbol in expr.free_symbols)
