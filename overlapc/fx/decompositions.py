@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, statically_known_true
 
 from overlapc.fx.drawn import drawn_decompositions, draws
 from overlapc.fx.random import random_decompositions
@@ -44,7 +45,6 @@ KEPT = (
     aten.masked_fill,
     aten.var,
     aten.var_mean,
-    aten.index_put,
     aten.clamp_min,
     aten.clamp_max,
     aten.linspace,  # in low precision, its decomposition rounds in other places than eager
@@ -119,6 +119,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     set_autograd_rule(aten.softshrink.default, softshrink)
     table[aten.softshrink.default] = softshrink
     table[aten.index_fill.int_Scalar] = table[aten.index_fill.int_Tensor] = index_fill
+    table[aten.index_put.default] = put_by_mask
     table = {target: rule for target, rule in table.items() if target not in kept and not draws(target)}
     return laid_out_as_eager(table) | (random_decompositions() if native_random else drawn_decompositions())
 
@@ -152,6 +153,32 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Ten
         return index_fill(x.unsqueeze(0), 0, index, value).squeeze(0)
     number = value.to(x.dtype) if isinstance(value, Tensor) else aten.full([], value, dtype=x.dtype, device=x.device)
     return aten.index_put(x, [None] * (dim % x.dim()) + [index], number)
+
+
+def put_by_mask(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """Decompose `x[mask] = values` into an element-wise op where every chosen element gets the same value or row.
+
+    So no rows are counted, and a number in a CPU tensor (`x[mask] = 0`) is a constant of the kernel. Other uses of
+    `index_put` stay one call.
+    """
+    given = [dim for dim, index in enumerate(indices) if index is not None]
+    mask = indices[given[0]] if len(given) == 1 else None
+    if mask is None or mask.dtype != torch.bool or has_free_unbacked_symbols(x):
+        return NotImplemented
+    first, end = given[0], given[0] + mask.dim()
+    masked = x.shape[first:end]
+    if not all(statically_known_true(one == other) for one, other in zip(mask.shape, masked, strict=True)):
+        return NotImplemented
+    trailing = x.dim() - end
+    if values.dim() > trailing:  # one of its dims has an element for each chosen one, or the same for all
+        place = values.dim() - trailing - 1
+        if not statically_known_true(values.shape[place] == 1):
+            return NotImplemented
+        if values.device != x.device:
+            return NotImplemented
+        values = values.reshape(*values.shape[:place], *(1,) * mask.dim(), *values.shape[place + 1 :])
+    where = mask.reshape(*mask.shape, *(1,) * trailing)
+    return torch.where(where, x + values if accumulate else values, x)
 
 
 def hardtanh_backward(grad: Tensor, x: Tensor, low: float, high: float) -> Tensor:

@@ -43,8 +43,8 @@ _CONVERTING = (
     aten.pow.Tensor_Tensor,
     aten.ldexp.Tensor,
 )
-# Eager allocates the result like the first argument, the incoming gradient.
-_LIKE_THE_FIRST = (aten.log_sigmoid_backward,)
+# Eager allocates the result like the first argument: the incoming gradient, the tensor of which elements are replaced.
+_LIKE_THE_FIRST = (aten.log_sigmoid_backward, aten.index_put)
 # Ops whose results are contiguous in eager, whatever the layout of their arguments.
 _CONTIGUOUS = (
     aten.mse_loss_backward,
@@ -159,10 +159,13 @@ def _contiguous(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def _like_the_first(rule: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(rule)
-    def call(first: Tensor, *others: Any) -> Any:
+    def call(first: Tensor, *others: Any, **kwargs: Any) -> Any:
+        result = rule(first, *others, **kwargs)
+        if result is NotImplemented:
+            return result
         with disable_proxy_modes_tracing():
             order, _ = compute_elementwise_output_logical_to_physical_perm(first)
-        return _permuted_back(rule(first, *others).permute(order).contiguous(), order)
+        return _permuted_back(result.permute(order).contiguous(), order)
 
     return call
 

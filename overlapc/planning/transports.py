@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from overlapc.codegen.copies import Copied, Copying, copying
 from overlapc.config import Config
@@ -26,7 +27,7 @@ from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.from_profile import from_profile
 from overlapc.fx.arguments import argument
 from overlapc.fx.collectives import Collective, find_collectives
-from overlapc.fx.communication import group_of
+from overlapc.fx.communication import group_of, is_collective
 from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
 from overlapc.planning.copy_reach import CopyReach
 from overlapc.planning.host_groups import DividedGroup, divided
@@ -112,12 +113,8 @@ class Transports:
     @classmethod
     def _asked(cls, gm: GraphModule, config: Config, agreement: GraphAgreement | None, within: bool) -> Transports:
         """Return the transports that the hosts and devices of this graph's ranks allow; ranks exchange these."""
-        devices = {
-            value.device
-            for node in gm.graph.nodes
-            for value in [node.meta.get("val")]
-            if isinstance(value, torch.Tensor) and value.device.type != "meta"
-        }
+        tensors = tree_leaves([node.meta.get("val") for node in gm.graph.nodes if is_collective(node)])
+        devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
         reason = _no_copies(config, agreement, within, devices)
         device = None if reason else next(iter(devices))
         if agreement is None:
@@ -382,7 +379,7 @@ def _no_copies(
     if agreement is None:
         return "ranks exchange no data while compiling (see rank_check)"
     if len(devices) != 1:
-        return f"the graph is on {len(devices)} devices"
+        return f"tensors of the graph's collectives are on {len(devices)} devices"
     return unsupported(next(iter(devices)), config.cache_dir) or ""
 
 

@@ -1,4 +1,4 @@
-"""Decompositions of torch's operators have the dtypes of the operators."""
+"""Decompositions of torch's operators have the values, dtypes and strides of the operators."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlapc.backend import overlapc
+from overlapc.runtime.counters import counted
 
 NORMS: dict[str, Callable[..., Tensor]] = {
     "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b),
@@ -51,3 +52,53 @@ def test_norms_of_bfloat16_inputs_with_float32_parameters_return_float32_statist
     }
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(calls[op], backend=overlapc)(x), calls[op](x))
+
+
+def put(index: Callable[[Tensor], Any], accumulate: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that replaces, or adds to, the elements that `index` chooses."""
+    return lambda x, value: torch.ops.aten.index_put.default(x.sin(), index(x), value, accumulate)
+
+
+ROW = torch.tensor([1.0, 2.0, 3.0])
+BY_MASK: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "a number": (put(lambda x: (x > 0,)), torch.tensor(2.0)),
+    "a number added": (put(lambda x: (x > 0,), accumulate=True), torch.tensor(2.0)),
+    "a number in rows": (put(lambda x: (x[:, 0, 0] > 0,)), torch.tensor(2.0)),
+    "a number in columns": (put(lambda x: (None, x[0] > 0)), torch.tensor(2.0)),
+    "a number in the middle": (put(lambda x: (None, x[0, :, 0] > 0)), torch.tensor(2.0)),
+    "a row": (put(lambda x: (x[..., 0] > 0,)), ROW),
+    "a row in a dim of size 1": (put(lambda x: (x[..., 0] > 0,)), ROW[None]),
+    "a row for the first dim": (put(lambda x: (None, None, x[0, 0] > 0)), torch.randn(4, 5, 1)),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", BY_MASK)
+def test_putting_the_same_at_all_places_of_a_mask_is_no_call(name: str, transposed: bool) -> None:
+    function, value = BY_MASK[name]
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 4).transpose(0, 2) if transposed else torch.randn(4, 5, 3)
+    tangent = torch.randn(4, 5, 3)
+
+    def results(run: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        given = x.detach().requires_grad_()
+        result = run(given, value)
+        return [result.detach(), *torch.autograd.grad(result, given, tangent)]
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    wanted, found = results(function), results(torch.compile(function, backend=overlapc, fullgraph=True))
+    torch.testing.assert_close(found, wanted)
+    assert found[0].stride() == wanted[0].stride()
+    assert not counted("fallbacks")
+
+
+def test_putting_other_elements_at_each_place_of_a_mask_stays_one_call() -> None:
+    def function(x: Tensor, values: Tensor) -> Tensor:
+        return x.sin().index_put((x > 0,), values)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    given = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([5.0, 6.0])
+    torch.testing.assert_close(torch.compile(function, backend=overlapc)(*given), function(*given))
+    assert counted("fallback index_put") == 1

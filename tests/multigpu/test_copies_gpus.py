@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+import overlapc
 from tests.parallel.parity import FOUR, TWO, Case, check, seen_by
 from tests.planning.test_keep_gathered_ranks import by_copies, check_copies
 from tests.planning.test_last_batch_ranks import check_layouts
@@ -17,6 +20,8 @@ from tests.planning.test_last_batch_ranks import starts as last_batch_starts
 from tests.ranks import on_gpus, take_gpu, values_on_ranks
 from tests.test_copies_ranks import after_a_failure, check_failure, check_parity, check_sums, parity, sums
 from tests.warm.test_warm_ranks import check_starts, starts
+
+_c10d = torch.ops._c10d_functional
 
 
 def named(cases: tuple[Case, ...], *names: str) -> tuple[Case, ...]:
@@ -64,6 +69,26 @@ def test_steps_match_the_library_and_have_the_same_bits_with_random_delays(ranks
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_are_in_rank_order_and_as_exact_as_a_float32_reduce_scatter(ranks: int):
     check_sums(on_ranks(ranks, sums, "cuda"))
+
+
+def gathered_beside_the_cpu() -> tuple[set[str], dict[str, str], bool]:
+    """Gather in a graph that computes on a CPU tensor, too; return how the gather travelled, the reasons if not by
+    copies, and whether the result is right."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
+
+    def gathered(x: Tensor, factors: Tensor) -> Tensor:
+        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x * factors.prod(), ranks, group)) + 1
+
+    x = torch.full((4096,), dist.get_rank() + 1.0, device="cuda")
+    factors = torch.tensor([2.0, 3.0])
+    compiled = torch.compile(gathered, backend="overlapc", options={"transport": "copy", "warm_start": False})
+    right = torch.equal(compiled(x, factors), gathered(x, factors))
+    graph = overlapc.report().steps[-1].graphs[-1]
+    return {row.via for row in graph.collectives}, graph.not_copied, right
+
+
+def test_a_tensor_on_the_cpu_keeps_no_collective_of_the_graph_from_copies():
+    assert on_ranks(2, gathered_beside_the_cpu) == [({"copy"}, {}, True)] * 2
 
 
 def test_after_an_exception_in_flight_the_next_step_fails_and_a_new_compilation_works():
