@@ -8,25 +8,19 @@
     python benchmarks/other_packages.py --only timm. --dtype float64
     python benchmarks/other_packages.py --only transformers. --device cuda --dtype bfloat16 --jobs 12
 
-Models are small, with random weights, in training mode, and are called twice (so that running averages change). A
-weighted sum of all elements of floating-point results, each element with its own weight, is differentiated by
-parameters and inputs. The reference is eager in float64. An error is relative to the largest element of its tensor, or
-to `_FLOOR` times the largest element of all tensors (some gradients are zero except for rounding). A model is right if
-its largest error is at most 4 times eager's, or at most `_ALLOWED`. Batch norm over few elements turns rounding into
-large differences in float32, but not in float64. For a model that is not right, the line also has Inductor's error. A
-model that fails in eager mode is "no case": small sizes do not suit every class of transformers.
+Models are small, with random weights, in training mode, and are called twice (so that running averages change);
+compared_models.py says how they are compared. A model that fails in eager mode is "no case": small sizes do not suit
+every class of transformers.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import importlib
 import importlib.util
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,16 +28,8 @@ from typing import Any
 
 import small_transformers  # beside this file
 import torch
+from compared_models import ALLOWED, Model, judged, verdict  # beside this file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-
-import overlapc  # noqa: F401 (registers the backend)
-
-# A relative error up to this is right, whatever eager's error is. Some models compute a part in float32 in any case.
-_ALLOWED = {"bfloat16": 5e-2, "float32": 3e-4, "float64": 1e-5}
-_FLOOR = 1e-4
-
-Model = tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]  # module, inputs by position and by name
 
 _TIMM = """
 test_vit test_vit2 test_vit3 test_vit4 test_resnet test_efficientnet test_efficientnet_gn test_efficientnet_ln
@@ -337,56 +323,6 @@ def models() -> Iterator[tuple[str, str, Callable[[], Model]]]:
             yield f"transformers.{name}", "transformers", functools.partial(small_transformers.small, name)
 
 
-def _numbers(model: nn.Module, call: Callable[..., Any], made: Model) -> dict[str, Tensor | None]:
-    """Return results, gradients and buffers of two calls, converted to float64, by name."""
-    numbers: dict[str, Tensor | None] = {}
-    for step in range(2):
-        model.zero_grad(set_to_none=True)
-        given = [_leaf(value) for value in made[1]]
-        named = {name: _leaf(value) for name, value in made[2].items()}
-        torch.manual_seed(1)
-        results = [
-            x for x in tree_leaves(_plain(call(*given, **named))) if isinstance(x, Tensor) and x.is_floating_point()
-        ]
-        weighted = (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape) for x in results)
-        loss = torch.stack([x.sum() for x in weighted]).sum()
-        if loss.requires_grad:
-            loss.backward()
-        numbers |= {f"result {at}, call {step}": x for at, x in enumerate(results)}
-        numbers |= {f"gradient of {name}, call {step}": p.grad for name, p in model.named_parameters()}
-        numbers |= {f"gradient of input {at}, call {step}": x.grad for at, x in enumerate((*given, *named.values()))}
-        numbers |= {f"buffer {name}, call {step}": b for name, b in model.named_buffers()}
-    return {name: None if x is None else x.detach().double().clone() for name, x in numbers.items()}
-
-
-def _plain(result: Any) -> Any:
-    return result.to_tuple() if hasattr(result, "to_tuple") else result
-
-
-def _leaf(value: Tensor) -> Tensor:
-    return value.clone().requires_grad_() if value.is_floating_point() else value.clone()
-
-
-def _error(numbers: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> tuple[float, str]:
-    """Return the largest relative error, and the name of the tensor that has it."""
-    worst = (0.0, "")
-    largest = max(float(x[x.isfinite()].abs().max()) for x in truth.values() if x is not None and x.isfinite().any())
-    if numbers.keys() != truth.keys():
-        return float("inf"), f"only one has {sorted(numbers.keys() ^ truth.keys())[0]}"
-    for name, expected in truth.items():
-        found = numbers[name]
-        if found is None or expected is None:
-            error = 0.0 if found is expected else float("inf")
-        elif found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
-            error = float("inf")
-        else:
-            finite = expected.isfinite()
-            differences, elements = (found - expected)[finite].abs(), expected[finite].abs()
-            error = float(differences.max()) / max(float(elements.max()), _FLOOR * largest) if len(elements) else 0.0
-        worst = max(worst, (error, name))
-    return worst
-
-
 def _declare_operators() -> None:
     """Declare two operators of torchvision, which no model here calls: torchvision registers fake versions when it is
     imported, and this fails if its library did not load (for example because it needs CUDA)."""
@@ -395,47 +331,9 @@ def _declare_operators() -> None:
 
 
 def _judge(name: str, dtype: torch.dtype, device: str) -> str:
-    """Return the line about one model: the verdict, errors, and CPU seconds of compilation and both calls."""
+    """Return the line about one model."""
     _declare_operators()
-    torch.manual_seed(0)
-    build = next(build for label, _, build in models() if label == name)
-
-    def cast(dtype: torch.dtype) -> Model:
-        def of(value: Tensor) -> Tensor:
-            return value.to(device, dtype) if value.is_floating_point() else value.to(device)
-
-        model = copy.deepcopy(module).to(device, dtype)
-        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # grouped products take no float64
-        return model, tuple(map(of, given)), {key: of(value) for key, value in named.items()}
-
-    def compiled(backend: str) -> tuple[dict[str, Tensor | None], float]:
-        torch.compiler.reset()
-        made, begun = cast(dtype), time.process_time()
-        numbers = _numbers(made[0], torch.compile(made[0], backend=backend, options={"fallback_random": True}), made)
-        return numbers, time.process_time() - begun
-
-    try:
-        module, given, named = build()
-        module.train()
-        exact, eager = cast(torch.float64), cast(dtype)
-        truth = _numbers(exact[0], exact[0], exact)
-        eager_error, _ = _error(_numbers(eager[0], eager[0], eager), truth)
-    except Exception as error:  # noqa: BLE001 whatever the package or the model raises for our sizes
-        return _no_case(name, f"{type(error).__name__}: {error}")
-    if eager_error == float("inf"):
-        return _no_case(name, "in eager mode, other numbers are finite than in float64")
-    numbers, seconds = compiled("overlapc")
-    error, where = _error(numbers, truth)
-    right = error <= max(4 * eager_error, _ALLOWED[str(dtype).removeprefix("torch.")])
-    line = f"{'right' if right else 'WRONG':6}{name:48} error {error:.1e}, eager {eager_error:.1e}, {seconds:.1f} s"
-    if right:
-        return line
-    return f"{line}, at {where}; Inductor {_error(compiled('inductor')[0], truth)[0]:.1e}"
-
-
-def _no_case(name: str, why: str) -> str:
-    return f"no case {name:46} {' '.join(why.split())[:120]}"
+    return judged(name, next(build for label, _, build in models() if label == name), dtype, device)
 
 
 def _run(name: str, options: argparse.Namespace) -> str:
@@ -446,17 +344,13 @@ def _run(name: str, options: argparse.Namespace) -> str:
         last = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()[-1]
     except subprocess.TimeoutExpired:
         last = f"no end within {options.seconds:.0f} s"
-    return last if _verdict(last) != "ended" else f"ended {name:48} {last}"
-
-
-def _verdict(line: str) -> str:
-    return next((verdict for verdict in ("right", "WRONG", "no case") if line.startswith(verdict)), "ended")
+    return last if verdict(last) != "ended" else f"ended {name:48} {last}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only models whose names begin with this")
-    parser.add_argument("--dtype", choices=_ALLOWED, default="float32")
+    parser.add_argument("--dtype", choices=ALLOWED, default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="limit for one model")
@@ -471,7 +365,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         for line in pool.map(functools.partial(_run, options=options), asked):
-            counts[_verdict(line)] += 1
+            counts[verdict(line)] += 1
             print(line, flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 

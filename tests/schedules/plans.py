@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from overlapc.config import Config
+from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.launch.plan import plan_text
@@ -23,15 +24,15 @@ HERE = Path(__file__).parent
 CORPUS = sorted(HERE.glob("*.sched"))
 
 
-def context() -> Context:
-    """The default configuration on H200s."""
-    profile = load_profile("h200-nvlink")
+def context(profile: DeviceProfile | None = None) -> Context:
+    """The default configuration, by default on H200s."""
+    profile = profile or load_profile("h200-nvlink")
     return context_of(Config(search_effort=Context.effort), profile, from_profile(profile))
 
 
-def incoming(path: Path) -> Schedule:
-    """One schedule of the corpus, estimated as today's profile says."""
-    estimate = context().estimate
+def incoming(path: Path, profile: DeviceProfile | None = None) -> Schedule:
+    """One schedule of the corpus, estimated as a profile says, by default today's of H200s."""
+    estimate = context(profile).estimate
     assert estimate is not None
     schedule = parse(path.read_text())
     return schedule.with_estimates({node.name: estimate(node) for node in schedule.nodes})

@@ -1,0 +1,148 @@
+"""Compares a model with eager, forward and backward: results, gradients and buffers of two calls.
+
+The model is in training mode. A weighted sum of all elements of floating-point results, each element with its own
+weight, is differentiated by parameters and inputs. The reference is eager in float64. An error is relative to the
+largest element of its tensor, or to `_FLOOR` times the largest element of all tensors (some gradients are zero except
+for rounding). A model is right if its largest error is at most 4 times eager's, or at most what `ALLOWED` says. Batch
+norm over few elements turns rounding into large differences in float32, but not in float64. For a model that is not
+right, the line also has Inductor's error. A model that fails in eager mode is "no case"; one that only fails when it is
+compiled has "failed", and the line says what Inductor does.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import overlapc  # noqa: F401 (registers the backend)
+
+# A relative error up to this is right, whatever eager's error is. Some models compute a part in float32 in any case.
+ALLOWED = {"bfloat16": 5e-2, "float32": 3e-4, "float64": 1e-5}
+_FLOOR = 1e-4
+
+Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # module, inputs by position and by name
+
+
+def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: str) -> str:
+    """Return the line about one model: the verdict, errors, and CPU seconds of compilation and both calls."""
+    torch.manual_seed(0)
+
+    def cast(dtype: torch.dtype) -> Model:
+        def of(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+        model = copy.deepcopy(module).to(device, dtype)
+        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # grouped products take no float64
+        return model, tuple(map(of, given)), {key: of(value) for key, value in named.items()}
+
+    def compiled(backend: str) -> tuple[dict[str, Tensor | None], float]:
+        torch.compiler.reset()
+        made, begun = cast(dtype), time.process_time()
+        numbers = _numbers(made[0], torch.compile(made[0], backend=backend, options={"fallback_random": True}), made)
+        return numbers, time.process_time() - begun
+
+    try:
+        module, given, named = build()
+        module.train()
+        exact, eager = cast(torch.float64), cast(dtype)
+        truth = _numbers(exact[0], exact[0], exact)
+        eager_error, _ = _error(_numbers(eager[0], eager[0], eager), truth)
+    except Exception as error:  # noqa: BLE001 whatever the package or the model raises for our sizes
+        return _no_case(name, f"{type(error).__name__}: {error}")
+    if eager_error == float("inf"):
+        return _no_case(name, "in eager mode, other numbers are finite than in float64")
+    try:
+        numbers, seconds = compiled("overlapc")
+    except TimeoutError:
+        raise
+    except Exception as failure:  # noqa: BLE001 an exception of any kind is a finding
+        return f"failed {name:48} {_summary(failure)}; {_of_inductor(compiled)}"
+    error, where = _error(numbers, truth)
+    right = error <= max(4 * eager_error, ALLOWED[str(dtype).removeprefix("torch.")])
+    line = f"{'right' if right else 'WRONG':6}{name:48} error {error:.1e}, eager {eager_error:.1e}, {seconds:.1f} s"
+    if right:
+        return line
+    return f"{line}, at {where}; Inductor {_error(compiled('inductor')[0], truth)[0]:.1e}"
+
+
+def verdict(line: str) -> str:
+    """Return the verdict with which a line of `judged` begins; "ended" if there is none."""
+    return next((verdict for verdict in ("right", "WRONG", "failed", "no case") if line.startswith(verdict)), "ended")
+
+
+def _no_case(name: str, why: str) -> str:
+    return f"no case {name:46} {' '.join(why.split())[:120]}"
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _of_inductor(compiled: Callable[[str], Any]) -> str:
+    try:
+        compiled("inductor")
+    except Exception as failure:  # noqa: BLE001 any exception says that Inductor fails, too
+        return f"Inductor: {_summary(failure)[:100]}"
+    return "Inductor runs it"
+
+
+def _numbers(model: nn.Module, call: Callable[..., Any], made: Model) -> dict[str, Tensor | None]:
+    """Return results, gradients and buffers of two calls, converted to float64, by name."""
+    numbers: dict[str, Tensor | None] = {}
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        given = [_leaf(value) for value in made[1]]
+        named = {name: _leaf(value) for name, value in made[2].items()}
+        torch.manual_seed(1)
+        results = [
+            x for x in tree_leaves(_plain(call(*given, **named))) if isinstance(x, Tensor) and x.is_floating_point()
+        ]
+        weighted = (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape) for x in results)
+        loss = torch.stack([x.sum() for x in weighted]).sum()
+        if loss.requires_grad:
+            loss.backward()
+        numbers |= {f"result {at}, call {step}": x for at, x in enumerate(results)}
+        numbers |= {f"gradient of {name}, call {step}": p.grad for name, p in model.named_parameters()}
+        inputs = [x for x in (*given, *named.values()) if isinstance(x, Tensor)]
+        numbers |= {f"gradient of input {at}, call {step}": x.grad for at, x in enumerate(inputs)}
+        numbers |= {f"buffer {name}, call {step}": b for name, b in model.named_buffers()}
+    return {name: None if x is None else x.detach().double().clone() for name, x in numbers.items()}
+
+
+def _plain(result: Any) -> Any:
+    return result.to_tuple() if hasattr(result, "to_tuple") else result
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone().requires_grad_() if value.is_floating_point() else value.clone()
+
+
+def _error(numbers: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> tuple[float, str]:
+    """Return the largest relative error, and the name of the tensor that has it."""
+    worst = (0.0, "")
+    largest = max(float(x[x.isfinite()].abs().max()) for x in truth.values() if x is not None and x.isfinite().any())
+    if numbers.keys() != truth.keys():
+        return float("inf"), f"only one has {sorted(numbers.keys() ^ truth.keys())[0]}"
+    for name, expected in truth.items():
+        found = numbers[name]
+        if found is None or expected is None:
+            error = 0.0 if found is expected else float("inf")
+        elif found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
+            error = float("inf")
+        else:
+            finite = expected.isfinite()
+            differences, elements = (found - expected)[finite].abs(), expected[finite].abs()
+            error = float(differences.max()) / max(float(elements.max()), _FLOOR * largest) if len(elements) else 0.0
+        worst = max(worst, (error, name))
+    return worst
