@@ -29,8 +29,11 @@ _FLOOR = 1e-4
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # module, inputs by position and by name
 
 
-def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: str) -> str:
-    """Return the line about one model: the verdict, errors, and CPU seconds of compilation and both calls."""
+def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: str, dynamic: bool | None = None) -> str:
+    """Return the line about one model: the verdict, errors, and CPU seconds of compilation and both calls.
+
+    dynamic: as torch.compile's option; True makes all sizes symbolic.
+    """
     torch.manual_seed(0)
 
     def cast(dtype: torch.dtype) -> Model:
@@ -47,7 +50,9 @@ def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: st
     def compiled(backend: str) -> tuple[dict[str, Tensor | None], float]:
         torch.compiler.reset()
         made, begun = cast(dtype), time.process_time()
-        numbers = _numbers(made[0], torch.compile(made[0], backend=backend, options={"fallback_random": True}), made)
+        options = {"fallback_random": True}
+        call = torch.compile(made[0], backend=backend, options=options, dynamic=dynamic)
+        numbers = _numbers(made[0], call, made)
         return numbers, time.process_time() - begun
 
     try:

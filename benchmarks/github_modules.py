@@ -2,7 +2,7 @@
 
     git clone https://github.com/jansel/pytorch-jit-paritybench
     python benchmarks/github_modules.py pytorch-jit-paritybench/generated --files 40 --jobs 2
-    python benchmarks/github_modules.py pytorch-jit-paritybench/generated --only test_lucidrains --dtype float32
+    python benchmarks/github_modules.py pytorch-jit-paritybench/generated --only test_lucid --dtype float32 --dynamic
     python benchmarks/github_modules.py pytorch-jit-paritybench/generated --device cuda --dtype float32 --jobs 12
 
 The collection has 14,000 modules of 2,000 repositories, each with arguments that suit it. compared_models.py says how a
@@ -132,7 +132,7 @@ def judge_file(file: Path, first: int, options: argparse.Namespace, found: Conne
         random.seed(0)
         signal.alarm(options.seconds)
         try:
-            line = judged(name, build, getattr(torch, options.dtype), options.device)
+            line = judged(name, build, getattr(torch, options.dtype), options.device, options.dynamic)
         except TimeoutError as error:
             line = f"ended {name:48} {error}"
         signal.alarm(0)
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="chooses the order of the files")
     parser.add_argument("--dtype", choices=ALLOWED, default="float64")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dynamic", action="store_true", default=None, help="all sizes are symbolic")
     parser.add_argument("--jobs", type=int, default=1, help="files at a time (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=90, help="limit for one module (default: %(default)s)")
     parser.add_argument("--total-seconds", type=float, default=86400, help="limit for all files")
