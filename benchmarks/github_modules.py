@@ -39,6 +39,7 @@ from compared_models import ALLOWED, Model, judged, verdict  # beside this file
 from torch import nn
 
 _HELPERS = "_paritybench_helpers"  # the module of the collection that every file imports
+_GRACE_S = 15  # for a module that is late in a call of C++, which an alarm does not end
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PACKAGES = frozenset(
     "matplotlib pandas sklearn scipy tensorflow torchaudio torchtext torchvision transformers".split()
@@ -149,21 +150,21 @@ def run(file: Path, options: argparse.Namespace, until: float) -> list[str]:
         theirs.close()
         name = ""  # of the module that is being judged
         try:
-            while found.poll(max(0.0, until - time.monotonic())):
+            while found.poll(min(options.seconds + _GRACE_S, max(0.0, until - time.monotonic()))):
                 message = found.recv()
                 if name or " " in message:
                     lines.append(message)
                     name = ""
                 else:
                     name = message
+            process.kill()
+            why = f"no end within {options.seconds + _GRACE_S} s"
         except EOFError:
             process.join()
-            if not name:
-                return lines
-            lines.append(f"ended {name:48} the process ended with {process.exitcode}")
-        else:  # there is no time left
-            process.kill()
+            why = f"the process ended with {process.exitcode}"
+        if not name or time.monotonic() > until:
             return lines
+        lines.append(f"ended {name:48} {why}")
 
 
 def chosen(folder: Path, options: argparse.Namespace) -> Sequence[Path]:
