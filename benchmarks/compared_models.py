@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 import overlapc  # noqa: F401 (registers the backend)
@@ -25,12 +26,14 @@ import overlapc  # noqa: F401 (registers the backend)
 # A relative error up to this is right, whatever eager's error is. Some models compute a part in float32 in any case.
 ALLOWED = {"bfloat16": 5e-2, "float32": 3e-4, "float64": 1e-5}
 _FLOOR = 1e-4
+_CALL = "fallback "  # begins the name of the counter of an op without generated code
 
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # module, inputs by position and by name
 
 
 def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: str, dynamic: bool | None = None) -> str:
-    """Return the line about one model: the verdict, errors, and CPU seconds of compilation and both calls.
+    """Return the line about one model: the verdict, errors, CPU seconds of compilation and both calls, and the ops
+    without generated code, which stay calls.
 
     dynamic: as torch.compile's option; True makes all sizes symbolic.
     """
@@ -49,6 +52,7 @@ def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: st
 
     def compiled(backend: str) -> tuple[dict[str, Tensor | None], float]:
         torch.compiler.reset()
+        counters.clear()
         made, begun = cast(dtype), time.process_time()
         options = {"fallback_random": True}
         call = torch.compile(made[0], backend=backend, options=options, dynamic=dynamic)
@@ -71,9 +75,11 @@ def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: st
         raise
     except Exception as failure:  # noqa: BLE001 an exception of any kind is a finding
         return f"failed {name:48} {_summary(failure)}; {_of_inductor(compiled)}"
+    calls = ", ".join(key.removeprefix(_CALL) for key in counters["overlapc"] if key.startswith(_CALL))
     error, where = _error(numbers, truth)
     right = error <= max(4 * eager_error, ALLOWED[str(dtype).removeprefix("torch.")])
     line = f"{'right' if right else 'WRONG':6}{name:48} error {error:.1e}, eager {eager_error:.1e}, {seconds:.1f} s"
+    line += f", calls {calls}" if calls else ""
     if right:
         return line
     return f"{line}, at {where}; Inductor {_error(compiled('inductor')[0], truth)[0]:.1e}"

@@ -129,7 +129,7 @@ class FxWrapper:
             for variable, tensor, pointer in zip(item.variables, tensors, launch.pointers, strict=True)
         ]
         scratch = [
-            self.call_function(torch.empty, self._size(count), dtype=dtype, device=device)
+            self.call_function(torch.empty, self.size(count), dtype=dtype, device=device)
             for dtype, count in launch.scratch
         ]
         width = {} if launch.index_bounds is None else {"INDEX": tl.int64}  # the largest index may exceed 32 bits
@@ -139,7 +139,7 @@ class FxWrapper:
                 triton_kernel_wrapper_mutation,
                 kernel_idx=kernel_side_table.add_kernel(function),
                 constant_args_idx=kernel_side_table.add_constant_args({**width, **stage_options(item.kernel, stage)}),
-                grid=[(self._size(stage.programs), 1, 1)],
+                grid=[(self.size(stage.programs), 1, 1)],
                 tma_descriptor_metadata={},
                 kwargs=given,
             )
@@ -156,7 +156,7 @@ class FxWrapper:
             if isinstance(item, Handle):
                 return self.variable(item.buffer)
             if isinstance(item, sympy.Expr):
-                return self._size(item)
+                return self.size(item)
             return item if isinstance(item, _PLAIN) else self._attribute(type(item).__name__, item)
 
         return map_aggregate(value, leaf)
@@ -175,7 +175,7 @@ class FxWrapper:
             node = self.call_function(torch.ops.aten.view.dtype, node, view.dtype)
         elif (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
             return node
-        return self.call_function(support.strided, node, *self.shape(view.layout), self._size(view.layout.offset))
+        return self.call_function(support.strided, node, *self.shape(view.layout), self.size(view.layout.offset))
 
     def _attribute(self, hint: str, value: Any) -> Node:
         name = self.attribute_of.setdefault(id(value), f"{hint}_{len(self.attributes)}")
@@ -184,10 +184,10 @@ class FxWrapper:
 
     def shape(self, layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return (size, stride) of a layout, as numbers or nodes."""
-        size = tuple(self._size(extent) for extent in layout.size)
-        return size, tuple(self._size(step) for step in layout.stride)
+        size = tuple(self.size(extent) for extent in layout.size)
+        return size, tuple(self.size(step) for step in layout.stride)
 
-    def _size(self, expr: sympy.Expr) -> Any:
+    def size(self, expr: sympy.Expr) -> Any:
         """Return a size as a number, or as the node that computes it; equal sizes share one node."""
         if expr.is_Integer:
             return int(expr)

@@ -134,6 +134,21 @@ class BindSize(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeSize(Instruction):
+    """Computes a size from sizes of arguments: `extent0 = (s0 - 7) // 8`."""
+
+    outside_captures: ClassVar[bool] = True
+    symbol: sympy.Symbol
+    value: sympy.Expr
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return [f"{self.symbol} = {wrapper.size(self.value)}"]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        wrapper.sizes[self.symbol] = wrapper.size(self.value)
+
+
+@dataclass(frozen=True, slots=True)
 class CheckInput(Instruction):
     """Checks that an argument has the traced layout: another layout is an error, never a wrong number.
 

@@ -24,6 +24,7 @@ from overlapc.codegen.program import (
     BindSize,
     Call,
     CheckInput,
+    ComputeSize,
     ExpectLayout,
     Free,
     Instruction,
@@ -234,7 +235,7 @@ class _Builder:
                 if expr.is_Symbol:
                     self._bind(BindSize(expr, buffer, dim, stride))
 
-    def _bind(self, binding: BindSize) -> None:
+    def _bind(self, binding: BindSize | ComputeSize) -> None:
         if str(binding.symbol) not in self.sizes_known:
             self.sizes_known.add(str(binding.symbol))
             self.instructions.append(binding)
@@ -250,6 +251,9 @@ class _Builder:
         else:
             self._allocate([self._memory_for(view, part, dying, shared) for part in parts for view in part.outputs])
         kernel = self.kernels[op.name]
+        for symbol in kernel.sizes:
+            if str(symbol) in self.graph.computed:
+                self._bind(ComputeSize(symbol, self.graph.computed[str(symbol)]))
         roots = [self._variable(name) for name in kernel.buffers]
         self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
 

@@ -125,13 +125,22 @@ def bounds(expr: sympy.Expr, ranges: Ranges) -> Bounds | None:
 
 def exact_quotient(term: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
     """Return `term / divisor` if that is an integer for every value of the symbols; else None."""
-    if divisor.is_Integer:
-        coefficient, rest = term.as_coeff_Mul()
-        if coefficient.is_Integer and coefficient % divisor == 0:
-            return coefficient // divisor * rest
+    coefficient, factors = term.as_coeff_Mul()
+    of_divisor, divisor_factors = divisor.as_coeff_Mul()
+    if isinstance(factors, sympy.Add) and divisor_factors != 1:
+        quotient = sympy.cancel(term / divisor)
+        return quotient if quotient.is_integer and not sympy.fraction(quotient)[1].free_symbols else None
+    if not coefficient.is_Integer or not of_divisor.is_Integer or coefficient % of_divisor != 0:
         return None
-    quotient = sympy.cancel(term / divisor)
-    return quotient if quotient.is_integer and not sympy.fraction(quotient)[1].free_symbols else None
+    if coefficient == 0 or divisor_factors == 1:
+        return coefficient // of_divisor * factors
+    powers = dict(factors.as_powers_dict())
+    for base, exponent in divisor_factors.as_powers_dict().items():
+        left = powers.get(base, sympy.S.Zero) - exponent
+        if left.is_nonnegative is not True:
+            return None
+        powers[base] = left
+    return sympy.Mul(coefficient // of_divisor, *(base**exponent for base, exponent in powers.items()))
 
 
 def _split(expr: sympy.Expr, divisor: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Max
 
 from overlapc.ir.body import Body, Load
 from overlapc.ir.indexing import flat_index, is_dense, is_one
@@ -40,9 +41,31 @@ def _storage_numel(size: tuple[sympy.Expr, ...], stride: tuple[sympy.Expr, ...],
     return sympy.expand(offset + last + 1)
 
 
+@lru_cache(10_000)
+def _steps(size: tuple[sympy.Expr, ...], stride: tuple[sympy.Expr, ...]) -> tuple[sympy.Expr, ...]:
+    if all(step.is_Integer or step.is_Symbol for step in stride):
+        return stride
+    runs = {
+        sympy.expand(sympy.Mul(*size[start:end])) for end in range(len(size) + 1) for start in range(end)
+    }  # if one of these is 0, the tensor is empty
+
+    def without_bound(step: sympy.Expr) -> sympy.Expr:
+        for bound in step.atoms(Max):
+            extents = [arg for arg in bound.args if arg != 1]
+            if len(extents) == 1 < len(bound.args) and sympy.expand(extents[0]) in runs:
+                step = step.xreplace({bound: extents[0]})
+        return sympy.expand(step)
+
+    return tuple(map(without_bound, stride))
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A strided tensor's description; sizes, strides and offset count elements and may be symbolic."""
+    """A strided tensor's description; sizes, strides and offset count elements and may be symbolic.
+
+    Strides are eager's, also of a tensor that may be empty: `Max(1, n)` where a size n may be 0. The methods take n
+    instead, which is the same for a tensor with elements; then it is known which layouts have no gaps.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -52,15 +75,15 @@ class Layout:
 
     def at(self, position: tuple[sympy.Expr, ...]) -> sympy.Expr:
         """Return the element number of `position` in the buffer."""
-        return flat_index(position, self.stride, self.offset)
+        return flat_index(position, self._steps(), self.offset)
 
     def is_dense(self) -> bool:
         """Whether the layout has no gaps and no overlaps, in any order of dims."""
-        return is_dense(self.size, self.stride)
+        return is_dense(self.size, self._steps())
 
     def storage_numel(self) -> sympy.Expr:
         """Return the number of elements from the buffer's start to the last reachable one; 0 for an empty tensor."""
-        return _storage_numel(self.size, self.stride, self.offset)
+        return _storage_numel(self.size, self._steps(), self.offset)
 
     def storage_bytes(self) -> sympy.Expr:
         """Return `storage_numel` in bytes."""
@@ -78,6 +101,9 @@ class Layout:
 
         real = [dim for dim, extent in enumerate(self.size) if not is_one(extent)]
         return sorted(real, key=key) if all(self.stride[dim] != 0 for dim in real) else real
+
+    def _steps(self) -> tuple[sympy.Expr, ...]:
+        return _steps(self.size, self.stride)
 
 
 def _rank(stride: sympy.Expr) -> int:
@@ -403,6 +429,7 @@ class LoweredGraph:
     ops: list[IROp]
     outputs: tuple[Any, ...]  # views, sympy expressions, None or Python values
     size_hints: dict[str, int]  # value of each symbol when the graph was traced
+    computed: dict[str, sympy.Expr] = field(default_factory=dict)  # symbol of a computed size -> its value
     attention: list[str] = field(default_factory=list)  # the kernel chosen for each flex attention, and the reason
     order: dict[str, tuple[str, ...]] = field(
         default_factory=dict

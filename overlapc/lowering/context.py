@@ -38,6 +38,7 @@ from overlapc.ir.ops import (
     views_in,
 )
 from overlapc.ir.rewriting import canonical
+from overlapc.lowering.computed_sizes import ComputedSizes
 from overlapc.lowering.precision import coarsened
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import (
@@ -76,6 +77,7 @@ class Lowering:
         self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # lowered functions of attentions, shared by layers
         self.known: set[str] = set()  # symbols that arguments or earlier ops define
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
+        self.computed_sizes = ComputedSizes(self.graph)
         self.nodes: frozenset[str] = frozenset()  # names of all nodes in the FX graph
         self.node: Node
         self.item: int | None = None  # index of the tensor of a list op that is being lowered
@@ -132,10 +134,12 @@ class Lowering:
 
     def layout(self, tensor: torch.Tensor, offset: sympy.Expr | None = None) -> Layout:
         """Return the layout of a fake tensor. offset: replaces the tensor's own."""
+        size = tuple(self.extent(size) for size in tensor.shape)
+        self.computed_sizes.learn(size)
         return Layout(
             tensor.device,
             tensor.dtype,
-            tuple(self.extent(size) for size in tensor.shape),
+            size,
             tuple(self.expr(step) for step in tensor.stride()),
             self.expr(tensor.storage_offset()) if offset is None else offset,
         )
@@ -186,7 +190,7 @@ class Lowering:
             return self._empty(view)
         if not layout.is_dense():
             raise Impossible(f"output strides {layout.stride} of size {layout.size} leave holes")
-        made = self._accepted(canonical(self._coarsened(without_trivial_reductions(body(view)))), layout.device)
+        made = self._made(without_trivial_reductions(body(view)), layout.device)
         self.add(Loops(view.buffer, layout.device, made, (view,), origin=provenance(self.node)))
         return view
 
@@ -217,7 +221,7 @@ class Lowering:
         root = self.graph.root(target.buffer)
         after = self._mutated_name(root)
         renamed = View(after.buffer, target.layout)
-        made = self._accepted(canonical(self._coarsened(body(renamed))), target.layout.device)
+        made = self._made(body(renamed), target.layout.device)
         if any(loop.size == 0 for loop in (*made.loops, *made.reduction)):
             return target
         before = self.latest.get(root, root)
@@ -226,12 +230,12 @@ class Lowering:
         self.rename(after)
         return renamed
 
-    def _coarsened(self, body: Body) -> Body:
-        """Return `body` with the operations marked that need not be exact."""
-        return coarsened(body, is_coarse(self.node))
+    def _made(self, body: Body, device: torch.device) -> Body:
+        """Return `body` in canonical form, with the operations marked that need not be exact.
 
-    def _accepted(self, body: Body, device: torch.device) -> Body:
-        """Return `body` if the device's generator accepts it and its index expressions; otherwise raise Impossible."""
+        Raises Impossible if the device's generator accepts neither it nor its index expressions.
+        """
+        body = canonical(self.computed_sizes.in_symbols(coarsened(body, is_coarse(self.node))))
         for expr in body.expressions():
             if not is_plain(expr):
                 raise Impossible(f"the index or size {expr}")

@@ -154,6 +154,10 @@ def test_quotients_are_exact_or_none() -> None:
     assert exact_quotient(6 * P0, sympy.Integer(4)) is None
     assert exact_quotient(SIZE * P0, SIZE) == P0
     assert exact_quotient(P0, SIZE) is None
+    assert exact_quotient(6 * SIZE**2 * P0, 3 * SIZE) == 2 * SIZE * P0
+    assert exact_quotient(SIZE, SIZE**2) is None
+    assert exact_quotient(SIZE * P0 + SIZE, SIZE) == P0 + 1
+    assert exact_quotient(sympy.expand((SIZE + 1) ** 2), SIZE + 1) == SIZE + 1
 
 
 def test_comparisons_need_proof() -> None:
