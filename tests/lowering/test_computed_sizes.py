@@ -17,6 +17,7 @@ from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import LoweredGraph
 from overlapc.lowering.computed_sizes import ComputedSizes
 from overlapc.runtime.counters import counted
+from tests.codegen.interpreted import triton_on_cpu
 
 
 def quarters(x: Tensor) -> tuple[Tensor, ...]:
@@ -37,12 +38,22 @@ def halved(x: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("wrapper", ["python", "fx"])
 @pytest.mark.parametrize("function", [quarters, halved])
 def test_kernels_are_generated_for_computed_sizes(function: Any, wrapper: str):
+    check_generated(function, {"wrapper": wrapper})
+
+
+@pytest.mark.parametrize("function", [quarters, halved])
+def test_triton_kernels_are_generated_for_computed_sizes(function: Any):
+    with triton_on_cpu():
+        check_generated(function, {})
+
+
+def check_generated(function: Any, options: dict[str, Any]) -> None:
+    """Compare several sizes with eager, for which one compilation and no call of an op is enough."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    step = torch.compile(function, backend=overlapc, options={"wrapper": wrapper}, dynamic=True, fullgraph=True)
-    shape = (lambda rows: (rows, 12)) if function is quarters else (lambda length: (2, 3, length))
+    step = torch.compile(function, backend=overlapc, options=options, dynamic=True, fullgraph=True)
     for number in (16, 21, 9, 33, *((3, 2) if function is quarters else ())):
-        x = torch.randn(shape(number))
+        x = torch.randn((number, 12) if function is quarters else (2, 3, number))
         for found, wanted in zip(step(x), function(x), strict=True):
             torch.testing.assert_close(found, wanted)
             assert found.stride() == wanted.stride()
