@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, sta
 
 from overlapc.fx.drawn import drawn_decompositions, draws
 from overlapc.fx.random import random_decompositions
-from overlapc.fx.result_layouts import laid_out_as_eager
+from overlapc.fx.result_layouts import is_expanded, laid_out_as_eager
 from overlapc.fx.top_k import topk_of_groups
 from overlapc.fx.versions import core_decompositions, set_autograd_rule
 
@@ -132,9 +132,8 @@ def of_dense(op: Any) -> Callable[..., Any]:
     """
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        shared = any(extent != 1 and step == 0 for extent, step in zip(x.shape, x.stride(), strict=True))
-        empty = 0 in x.shape  # then a copy would have the same strides
-        return op(x.clone(), *args, **kwargs) if shared and not empty else NotImplemented
+        empty = any(isinstance(extent, int) and extent == 0 for extent in x.shape)  # a copy has these strides, too
+        return op(x.clone(), *args, **kwargs) if is_expanded(x) and not empty else NotImplemented
 
     return call
 

@@ -104,7 +104,7 @@ def _in_order_if_expanded(op: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in args if _has_dims(arg)]
         one_dtype = len({tensor.dtype for tensor in tensors}) == 1
-        if not one_dtype or not any(map(_expanded, tensors)) or any(map(has_free_unbacked_symbols, tensors)):
+        if not one_dtype or not any(map(is_expanded, tensors)) or any(map(has_free_unbacked_symbols, tensors)):
             return NotImplemented
         order = _order(args, trusted=False)
         if order is None or order == sorted(order):  # a contiguous result, as the fake tensor says
@@ -114,7 +114,7 @@ def _in_order_if_expanded(op: Any) -> Callable[..., Any]:
     return call
 
 
-def _expanded(x: Tensor) -> bool:
+def is_expanded(x: Tensor) -> bool:
     """Whether elements of `x` share memory; decided without a guard on symbolic sizes."""
     return any(
         isinstance(step, int) and step == 0 and not (isinstance(extent, int) and extent <= 1)

@@ -38,6 +38,21 @@ def rows_of_ones(x):
     return torch.zeros(count, 3) + 1
 
 
+def test_gradients_of_half_of_the_rows_that_data_choose_equal_eager():
+    def halved(x: Tensor, mask: Tensor) -> Tensor:
+        rows = x[mask.nonzero().squeeze(1)]
+        return (rows[: rows.shape[0] // 2].sin() * 2).sum() + rows.cos().sum()
+
+    torch._dynamo.reset()
+    step = torch.compile(halved, backend="overlapc", dynamic=True, fullgraph=True)
+    for count in (8, 11, 6):
+        ours, theirs = (torch.arange(count * 3.0).reshape(count, 3).requires_grad_() for _ in range(2))
+        mask = torch.arange(count) % 3 == 0
+        step(ours, mask).backward()
+        halved(theirs, mask).backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @SHAPES
 @pytest.mark.parametrize(
     "function",
