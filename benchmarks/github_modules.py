@@ -116,7 +116,11 @@ def _made(kind: Callable[..., nn.Module], arguments: Callable[[], Any], inputs: 
 
 
 def judge_file(file: Path, first: int, options: argparse.Namespace, found: Connection) -> None:
-    """Send the name and then the line of each module of a file, from the one with index `first`."""
+    """Send the name and then the line of each module of a file, from the one with index `first`.
+
+    This process leads a group of its own, so that `run` can end the compilers that it has started, too.
+    """
+    os.setsid()
 
     def late(*_: Any) -> NoReturn:
         raise TimeoutError(f"no end within {options.seconds} s")
@@ -143,28 +147,29 @@ def judge_file(file: Path, first: int, options: argparse.Namespace, found: Conne
 def run(file: Path, options: argparse.Namespace, until: float) -> list[str]:
     """Return the lines of a file's modules, judged in as many processes as it takes, until the time `until`."""
     lines: list[str] = []
-    while True:
+    while time.monotonic() < until:
         found, theirs = _PROCESSES.Pipe(duplex=False)
         process = _PROCESSES.Process(target=judge_file, args=(file, len(lines), options, theirs))
         process.start()
         theirs.close()
         name = ""  # of the module that is being judged
         try:
-            while found.poll(min(options.seconds + _GRACE_S, max(0.0, until - time.monotonic()))):
+            while found.poll(min(options.seconds + _GRACE_S, max(1.0, until - time.monotonic()))):
                 message = found.recv()
                 if name or " " in message:
                     lines.append(message)
                     name = ""
                 else:
                     name = message
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             why = f"no end within {options.seconds + _GRACE_S} s"
         except EOFError:
             process.join()
             why = f"the process ended with {process.exitcode}"
-        if not name or time.monotonic() > until:
-            return lines
+        if not name or time.monotonic() > until:  # the file is done, takes too long to import, or there is no time
+            break
         lines.append(f"ended {name:48} {why}")
+    return lines
 
 
 def chosen(folder: Path, options: argparse.Namespace) -> Sequence[Path]:
