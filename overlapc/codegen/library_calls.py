@@ -50,8 +50,11 @@ def _at_hints(tree: Any, graph: LoweredGraph) -> Any:
     def leaf(value: Any) -> Any:
         if isinstance(value, View):
             layout = value.layout
-            size, stride = (tuple(map(graph.hint, extents)) for extents in (layout.size, layout.stride))
-            return Layout(layout.device, layout.dtype, size, stride, sympy.Integer(graph.hint(layout.offset)))
+            size, stride, (offset,) = (
+                tuple(sympy.Integer(graph.hint(number)) for number in numbers)
+                for numbers in (layout.size, layout.stride, (layout.offset,))
+            )
+            return Layout(layout.device, layout.dtype, size, stride, offset)
         return graph.hint(value) if isinstance(value, sympy.Expr) else value
 
     return tree_map(leaf, tree)
@@ -68,8 +71,8 @@ def _synthetic_argument(leaf: Any) -> Any:
     """Return a tensor of layout `leaf`: random floats, from a generator of its own, or zeros for other dtypes."""
     if not isinstance(leaf, Layout):
         return leaf
-    count = int(sympy.Integer(leaf.storage_numel()))
-    memory: Tensor = torch.zeros(count, dtype=leaf.dtype, device=leaf.device)
+    memory: Tensor = torch.zeros(int(leaf.storage_numel()), dtype=leaf.dtype, device=leaf.device)
     if leaf.dtype.is_floating_point:
         memory.normal_(generator=torch.Generator(leaf.device).manual_seed(0))
-    return memory.as_strided(leaf.size, leaf.stride, int(leaf.offset))
+    size, stride = (tuple(map(int, numbers)) for numbers in (leaf.size, leaf.stride))
+    return memory.as_strided(size, stride, int(leaf.offset))

@@ -45,6 +45,14 @@ def test_matmuls_and_attention_are_measured_once_per_shape(tmp_path):
     assert kept.stat().st_mtime_ns == before  # nothing was measured again
 
 
+def test_products_of_views_are_measured(tmp_path):
+    def products(x, w):
+        return x[:, 3:19].t() @ x[:, 3:19], w[::2, 5:].t() @ w[::2, 7:]
+
+    found = sources(tmp_path, products, torch.randn(24, 40), torch.randn(26, 11), measure_matmuls=True)
+    assert found == {"mm": "measured here"}
+
+
 def test_measuring_does_not_change_the_users_random_numbers(tmp_path):
     x = torch.randn(8, 8)
     torch.manual_seed(3)
