@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from overlapc.fusion.combo import combine
 from overlapc.fusion.deps import without_dead_ops
 from overlapc.fusion.fuse import Measure
 from overlapc.fusion.fuse import fuse as fuse_kernels  # `overlapc.fusion.fuse` is the module
 from overlapc.fusion.inline import inline as inline_kernels
+from overlapc.fusion.live import Beside, nothing_beside
 from overlapc.fusion.report import FusionReport
 from overlapc.ir.ops import IROp, LoweredGraph, Refuse, nothing_refused
 
-__all__ = ["FusionReport", "fuse_ops"]
+__all__ = ["Beside", "FusionReport", "combine", "fuse_before_combining", "fuse_ops"]
 
 
 def fuse_ops(
@@ -29,8 +31,23 @@ def fuse_ops(
     measure: times kernels, so that only fusions that are faster are done.
     refuse: why the device's generator cannot generate a kernel, or None; refused kernels are not created.
     """
-    ops = without_dead_ops(graph)
     if not enabled:
-        return ops, FusionReport()
-    inlined = inline_kernels(ops, graph, refuse)
-    return fuse_kernels(inlined, graph, freeable, seed, combos=True, measure=measure, refuse=refuse)
+        return without_dead_ops(graph), FusionReport()
+    ops, report = fuse_before_combining(graph, freeable, seed, measure, refuse)
+    return combine(ops, graph, report, freeable), report
+
+
+def fuse_before_combining(
+    graph: LoweredGraph,
+    freeable: Collection[str] = (),
+    seed: int | None = None,
+    measure: Measure | None = None,
+    refuse: Refuse = nothing_refused,
+    beside: Beside = nothing_beside,
+) -> tuple[list[IROp], FusionReport]:
+    """Fuse as `fuse_ops`, without launches of several kernels, for which `combine` needs all kernels of a step.
+
+    beside: memory in use beside that of the graph's ops.
+    """
+    inlined = inline_kernels(without_dead_ops(graph), graph, refuse)
+    return fuse_kernels(inlined, graph, freeable, seed, measure, refuse, beside)

@@ -9,7 +9,7 @@ criteria (`kind_of`, `one_launch`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ from overlapc.ir.ops import (
     IROp,
     Kernel,
     Loops,
+    LoweredGraph,
     Start,
     Wait,
     buffers_read,
@@ -65,8 +66,14 @@ def one_launch(ops: Sequence[Loops | Combo]) -> Combo | str:
     return Combo(f"{ops[0].name}+{len(ops) - 1}", tuple(part for op in ops for part in loops_of(op)), origin)
 
 
-def combine(groups: Groups, report: FusionReport) -> None:
-    """Combine kernels into launches, each into the first launch of its kind that can take it."""
+def combine(
+    ops: Sequence[IROp], graph: LoweredGraph, report: FusionReport, freeable: Collection[str] = ()
+) -> list[IROp]:
+    """Return `ops` with kernels combined into launches, each into the first launch of its kind that can take it.
+
+    freeable: inputs that only the graph holds. The launches are added to `report`.
+    """
+    groups = Groups(ops, graph, freeable)
     stretch = _stretches(groups)
     rough = Counter((stretch[group.number], _rough_kind(group.op)) for group in groups)
     launches: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
@@ -84,6 +91,9 @@ def combine(groups: Groups, report: FusionReport) -> None:
                 break
         else:
             open_ones.append(number)
+    launch_of = {name: group.op.name for group in groups for name in group.members}
+    report.kernel_of = {name: launch_of.get(kernel, kernel) for name, kernel in report.kernel_of.items()}
+    return groups.ops()
 
 
 def _try_combine(groups: Groups, report: FusionReport, one: int, other: int) -> bool:

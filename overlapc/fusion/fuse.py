@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from overlapc.fusion.combo import combine
 from overlapc.fusion.cuts import cut
 from overlapc.fusion.kernel_groups import Group, Groups
 from overlapc.fusion.legality import LoopChanges, verdict
+from overlapc.fusion.live import Beside, nothing_beside
 from overlapc.fusion.merge import Refusal, same_space
 from overlapc.fusion.mixed_order import crosses
 from overlapc.fusion.report import FusionReport
@@ -49,23 +49,21 @@ def fuse(
     graph: LoweredGraph,
     freeable: Collection[str] = (),
     seed: int | None = None,
-    combos: bool = False,
     measure: Measure | None = None,
     refuse: Refuse = nothing_refused,
+    beside: Beside = nothing_beside,
 ) -> tuple[list[IROp], FusionReport]:
     """Return `ops` with kernels fused, in a legal order, and a report of fusions and refusals.
 
     freeable: inputs that only the graph holds.
     seed: try candidates in random order; tests show that every order gives the same results.
-    combos: combine kernels of one kind into launches afterwards.
     measure: a fusion is done only if its kernel is faster than the two alone and spills no registers.
     refuse: why the device's generator cannot generate a kernel, or None; refused kernels are not created.
+    beside: memory in use beside that of `ops`.
     """
-    fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed), measure, refuse)
+    fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed), measure, refuse, beside)
     fuser.run()
-    if combos:
-        fuser.simplify()  # before combining, because afterwards kernels of one launch must keep the same template
-        combine(fuser.groups, fuser.report)
+    fuser.simplify()
     return fuser.groups.ops(), fuser.finished()
 
 
@@ -80,8 +78,9 @@ class Fuser:
         shuffle: random.Random | None = None,
         measure: Measure | None = None,
         refuse: Refuse = nothing_refused,
+        beside: Beside = nothing_beside,
     ) -> None:
-        self.groups = Groups(ops, graph, freeable)
+        self.groups = Groups(ops, graph, freeable, beside)
         self.measure = measure
         self.refuse = refuse
         self.shuffle = shuffle

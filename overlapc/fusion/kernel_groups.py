@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from overlapc.fusion.deps import edges, output_buffers
-from overlapc.fusion.live import LiveBytes
+from overlapc.fusion.live import Beside, LiveBytes, nothing_beside
 from overlapc.fusion.merge import Refusal
 from overlapc.fusion.merging_order import MergingOrder, Reach
 from overlapc.ir.body import Body, Checked, topological
@@ -45,15 +45,21 @@ class Group:
 class Groups:
     """The groups of one graph, by number; at first each op is a group of its own."""
 
-    def __init__(self, ops: Sequence[IROp], graph: LoweredGraph, freeable: Collection[str] = ()) -> None:
-        """freeable: inputs that only the graph holds."""
+    def __init__(
+        self,
+        ops: Sequence[IROp],
+        graph: LoweredGraph,
+        freeable: Collection[str] = (),
+        beside: Beside = nothing_beside,
+    ) -> None:
+        """freeable: inputs that only the graph holds. beside: memory in use beside that of `ops`."""
         self.graph = graph
         dependences = edges(ops, graph)
         self.order = MergingOrder(dependences.before)
         self._groups: dict[int, Group] = {}
         self._sizes: dict[str, int] = {}
         self.outputs = output_buffers(graph) | set(graph.aliases) | set(graph.aliases.values())
-        self.memory = LiveBytes(ops, graph, self.bytes_of, freeable)
+        self.memory = LiveBytes(ops, graph, self.bytes_of, freeable, beside)
         self.readers: defaultdict[str, set[int]] = defaultdict(set)
         self.writer: dict[str, int] = {}
         for number, op in enumerate(ops):

@@ -21,6 +21,15 @@ from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, buffers_read, buff
 SLACK_BYTES = 2**20
 
 
+Beside = Callable[[Sequence[IROp], Sequence[int]], Sequence[int]]
+"""Returns, for ops and the live bytes at each of them, the bytes that other ops keep live there."""
+
+
+def nothing_beside(ops: Sequence[IROp], live_bytes: Sequence[int]) -> Sequence[int]:
+    """Return zeros: no other memory is live (a `Beside`)."""
+    return [0] * len(ops)
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of the live bytes while the ops from `start` to before `end` run."""
@@ -34,9 +43,14 @@ class LiveBytes:
     """Live bytes at each op, by its number in the order before fusion."""
 
     def __init__(
-        self, ops: Sequence[IROp], graph: LoweredGraph, bytes_of: Callable[[str], int], freeable: Collection[str]
+        self,
+        ops: Sequence[IROp],
+        graph: LoweredGraph,
+        bytes_of: Callable[[str], int],
+        freeable: Collection[str],
+        beside: Beside = nothing_beside,
     ) -> None:
-        """freeable: inputs whose memory is freed after their last reader."""
+        """freeable: inputs whose memory is freed after their last reader. beside: memory that other ops use."""
         self.graph = graph
         self.bytes_of = bytes_of
         self.last: dict[str, int] = {}  # root that is freed inside of the graph -> number of its last user
@@ -60,6 +74,7 @@ class LiveBytes:
         for step, in_place in zip(change, self.in_place, strict=False):
             total += step
             self.live.append(total - in_place)
+        self.live = [own + more for own, more in zip(self.live, beside(ops, self.live), strict=True)]
         self.peak = max(self.live, default=0)
 
     def _in_place(self, op: IROp, at: int, local: AbstractSet[str] = frozenset()) -> int:

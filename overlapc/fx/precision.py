@@ -38,9 +38,10 @@ def note_coarse(graph: fx.Graph) -> None:
         node.meta[_NOTE] = node in coarse
 
 
-def is_noted(graph: fx.Graph) -> bool:
-    """Whether `note_coarse` ran on `graph`, or on the graph it was made from."""
-    return any(_NOTE in node.meta for node in graph.nodes)
+def note_coarse_once(graph: fx.Graph) -> None:
+    """Call `note_coarse`, unless `graph` is a part of a divided step, whose nodes are noted already."""
+    if not any(_NOTE in node.meta for node in graph.nodes):
+        note_coarse(graph)
 
 
 def is_coarse(node: fx.Node) -> bool:

@@ -53,6 +53,15 @@ def with_buffers(body: Body, names: Mapping[str, str]) -> Body:
     return Body(body.loops, body.reduction, stores)
 
 
+def over_buffers(body: Body, names: Mapping[str, str]) -> Body:
+    """Return `body` over other buffers. names: old name -> new name, for some of its buffers."""
+    numbered, buffers = with_numbered_buffers(body)
+    new = tuple(names.get(buffer, buffer) for buffer in buffers)
+    made = with_buffers(body, dict(zip(buffers, new, strict=True)))
+    made.__dict__[_NUMBERED] = numbered, new
+    return made
+
+
 @lru_cache(10_000)
 def _only(body: Body) -> Body:
     """Return one object for all equal bodies, so that they compare at once."""
@@ -94,9 +103,7 @@ def once_for_all_buffers(function: Callable[..., Body | None]) -> Callable[..., 
         body, at = found
         every = list(place)
         buffers = tuple(every[each] for each in at)
-        made = with_buffers(body, _numbers(buffers))
-        made.__dict__[_NUMBERED] = body, buffers
-        return made
+        return over_buffers(body, _numbers(buffers))
 
     return of
 

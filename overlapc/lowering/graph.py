@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -18,7 +19,7 @@ from torch.fx import GraphModule, Node
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.fx.communication import is_wait
 from overlapc.fx.control import done, order_of
-from overlapc.fx.precision import is_noted, note_coarse
+from overlapc.fx.precision import note_coarse_once
 from overlapc.fx.subgraphs import carries_graphs
 from overlapc.ir.conversions import is_number
 from overlapc.ir.ops import (
@@ -70,6 +71,7 @@ def lower(
     refuse: Refuse = nothing_refused,
     rounds: bool = True,
     refuse_attention: RefuseAttention = attention_refused,
+    stand_ins: Mapping[Node, Node] = MappingProxyType({}),
 ) -> LoweredGraph:
     """Lower `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
 
@@ -77,11 +79,13 @@ def lower(
     native_product: whether a matrix product (`product.Product`) becomes a generated kernel.
     refuse, refuse_attention: why the device's generator cannot generate a kernel, or None; a refused op is called.
     rounds: round results of low precision for readers in the same kernel, too, as eager does.
+    stand_ins: nodes that are not lowered -> an earlier node, which their readers read instead; the lowered graph does
+    not return them either (planning/repeated_layers.py adds them later).
     CompileError, with the FX node and the user's line, if a node cannot be lowered at all.
     """
-    if not is_noted(gm.graph):  # the graph is not a part of a split step, whose parts are noted already
-        note_coarse(gm.graph)
-    lowering = GraphLowering(Lowering(name, native_product, refuse, rounds, refuse_attention), gm, generates, comm_of)
+    note_coarse_once(gm.graph)
+    context = Lowering(name, native_product, refuse, rounds, refuse_attention)
+    lowering = GraphLowering(context, gm, generates, comm_of, stand_ins)
     for node in gm.graph.nodes:
         try:
             lowering.run(node)
@@ -106,6 +110,7 @@ class GraphLowering:
         gm: GraphModule,
         generates: Callable[[torch.device], bool],
         comm_of: Callable[[Node], Communication | None],
+        stand_ins: Mapping[Node, Node],
     ) -> None:
         self.context = context
         context.nodes = frozenset(node.name for node in gm.graph.nodes)
@@ -113,6 +118,7 @@ class GraphLowering:
         self.gm = gm
         self.generates = generates
         self.comm_of = comm_of
+        self.stand_ins = stand_ins
         self.writer_of: dict[str, str] = {}  # buffer -> the op that wrote it
         self.in_flight: set[str] = set()  # results of collectives that may be in flight
         self.copied_views: set[str] = set()  # copies of a view's elements, without the rest of the view's memory
@@ -122,6 +128,9 @@ class GraphLowering:
 
     def run(self, node: Node) -> None:
         """Lower one node; all nodes that it reads must be lowered already."""
+        if node in self.stand_ins:
+            self.context.env[node] = self.context.env[self.stand_ins[node]]
+            return
         self.context.node = node
         count = len(self.graph.ops)
         if node.op == "placeholder":
@@ -129,7 +138,8 @@ class GraphLowering:
         elif node.op == "get_attr":
             self.context.env[node] = self._constant(node)
         elif node.op == "output":
-            self.graph.outputs = tuple(self._returned(node.args[0]))
+            results: Any = node.args[0]
+            self.graph.outputs = tuple(self._returned(each for each in results if each not in self.stand_ins))
         else:
             assert node.op == "call_function", f"unexpected FX node kind {node.op}"
             self.context.env[node] = self._call(node)

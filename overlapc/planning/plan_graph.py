@@ -13,9 +13,6 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from overlapc.autotune import Tuning, tune
-from overlapc.autotune.fusions import KernelTimes
-from overlapc.autotune.product_choice import ProductTimes, choice
-from overlapc.codegen import generators
 from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.codegen.copies import Copied, laid_out_bytes, peak_before, peak_with_pools
@@ -27,7 +24,6 @@ from overlapc.estimators.agreement.rank_agreement import GraphAgreement, Peers, 
 from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
-from overlapc.fusion import fuse_ops
 from overlapc.fusion.combo import kind_of, one_launch
 from overlapc.fusion.to_schedule import to_schedule
 from overlapc.fx.attention_masks import attention_counts, attention_kernels
@@ -41,10 +37,8 @@ from overlapc.fx.inferred_labels import infer_labels
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
 from overlapc.fx.versions import donated_inputs
-from overlapc.ir.body import Body
-from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, tree_leaves
-from overlapc.lowering import Communication, lower
-from overlapc.lowering.product import Product
+from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start
+from overlapc.lowering import Communication
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed, Followed, forget_before_reset, key_of, to_follow
@@ -53,6 +47,7 @@ from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.estimator_chain import chain_of
+from overlapc.planning.fused_ops import device_types, fused
 from overlapc.planning.host_groups import DividedGroup
 from overlapc.planning.pass_context import context_of
 from overlapc.planning.rank_notes import notes_of
@@ -275,15 +270,10 @@ def _scheduled(
     communication = described(carried(gm, config.safe_communication, transports))
     if transports.rewritten:
         dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
-    with phase("lowering"):
-        lowered = _lowered(gm, name, config, communication, agreement)
-    _share_hints(lowered, agreement)
-    dumps.write("ir", "lowered", lambda: str(lowered))
     freeable = _freeable(gm, name)
-    measure = _kernel_times(lowered, config, alone=agreement is None)
+    lowered, fusion = fused(gm, name, config, communication, agreement, freeable, dumps)
     with phase("fusion"):
-        ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
-        schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
+        schedule = to_schedule(lowered.ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
     dumps.write("fusion", "decisions", lambda: str(fusion))
     with phase("estimates"):
         tuning = _tuned(schedule, lowered, profile, config, agreement)
@@ -378,68 +368,7 @@ def collective_lines(schedule: Schedule) -> list[str]:
     ]
 
 
-# --- lowering and estimates
-
-
-def _generates(config: Config, device: torch.device) -> bool:
-    return bool(config.native) and generators.has_generator(device.type)
-
-
-def _refuse(device: torch.device, body: Body) -> str | None:
-    return generators.generator_for(device.type).refuse(body)
-
-
-def _refuse_fused(device: torch.device, body: Body) -> str | None:
-    return generators.generator_for(device.type).refuse_fused(body)
-
-
-def _lowered(
-    gm: GraphModule,
-    name: str,
-    config: Config,
-    communication: Mapping[Node, Communication],
-    agreement: GraphAgreement | None,
-) -> LoweredGraph:
-    """Lower the graph to loop IR, with matrix products as `config.matmul` says."""
-
-    def lowered_with(native: Callable[[Product], bool]) -> LoweredGraph:
-        rounds = config.numerics == "eager"
-        return lower(
-            gm,
-            name,
-            partial(_generates, config),
-            communication.get,
-            native,
-            _refuse,
-            rounds,
-            generators.refuse_attention,
-        )
-
-    measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
-    if not measured or "cuda" not in device_types(gm):
-        return lowered_with(lambda product: config.matmul == "native")
-    products: list[Product] = []
-
-    def note(product: Product) -> bool:
-        products.append(product)
-        return False
-
-    lowered_with(note)  # only to collect the products
-    times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(products)
-    if agreement is not None:
-        times = agreement.agree_on_medians(times)
-    return lowered_with(choice(times))
-
-
-def _kernel_times(lowered: LoweredGraph, config: Config, *, alone: bool) -> KernelTimes | None:
-    """Return the object that times fusions, or None if fusions are not measured.
-
-    alone: no other rank compiles this graph. If another does, fusions are not measured: each rank would choose its own
-    fusions, and the schedules that ranks compare would differ.
-    """
-    if not config.benchmark_fusion or not alone or torch.are_deterministic_algorithms_enabled():
-        return None
-    return KernelTimes(lowered, config.cache_dir)
+# --- estimates and memory
 
 
 def _freeable(gm: GraphModule, name: str) -> set[str]:
@@ -451,21 +380,6 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
     if donated is not None:
         return {names[at] for at in donated}
     return {saved for saved in names if not saved.startswith(("primals_", "tangents_"))}
-
-
-def device_types(gm: GraphModule) -> set[str]:
-    """Return the types of the devices that tensors of the graph are on."""
-    values = tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
-    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
-
-
-def _share_hints(lowered: LoweredGraph, agreement: GraphAgreement | None) -> None:
-    """Replace the size hints of symbols by their medians over ranks, so that all ranks plan for the same sizes."""
-    if agreement is None or not lowered.size_hints:
-        return
-    agreed = agreement.agree_on_medians({f"size {at}": hint for at, hint in enumerate(lowered.size_hints.values())})
-    for at, symbol in enumerate(lowered.size_hints):
-        lowered.size_hints[symbol] = round(agreed[f"size {at}"])
 
 
 def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement | None) -> Schedule:

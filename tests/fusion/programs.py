@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import functionalize
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.fx.decompositions import decompositions
@@ -23,8 +24,8 @@ from overlapc.lowering import lower
 Step = tuple[str, int, int, int]
 
 
-def capture(function: Callable[..., Any], *inputs: Any) -> LoweredGraph:
-    """Return the loop IR of `function`, functionalized, with generated kernels on every device."""
+def trace(function: Callable[..., Any], *inputs: Any) -> GraphModule:
+    """Return the graph of `function`, functionalized."""
 
     def run(*arguments: Any) -> list[Any]:
         result = function(*arguments)
@@ -32,7 +33,12 @@ def capture(function: Callable[..., Any], *inputs: Any) -> LoweredGraph:
 
     traced = make_fx(functionalize(run), decomposition_table=decompositions(), tracing_mode="fake")(*inputs)
     traced.graph.eliminate_dead_code()
-    return lower(traced, "graph", lambda device: True, lambda node: None)
+    return traced
+
+
+def capture(function: Callable[..., Any], *inputs: Any) -> LoweredGraph:
+    """Return the loop IR of `function`, functionalized, with generated kernels on every device."""
+    return lower(trace(function, *inputs), "graph", lambda device: True, lambda node: None)
 
 
 def inputs() -> list[Tensor]:

@@ -17,9 +17,15 @@ from tests.fusion.small_graphs import extern, graph, kernel, overwrite, pointwis
 from tests.ir.bodies import P, loops_of, put, x
 
 
+def combined(made: LoweredGraph) -> tuple[list[IROp], FusionReport]:
+    """Return the graph's ops fused and combined, and the report."""
+    ops, report = fuse(made.ops, made)
+    return combo.combine(ops, made, report), report
+
+
 def launches(made: LoweredGraph) -> tuple[list[list[str]], FusionReport]:
     """Return the names of the kernels in each launch, in order, and the report."""
-    ops, report = fuse(made.ops, made, combos=True)
+    ops, report = combined(made)
     return [[part.name for part in op.parts] if isinstance(op, Combo) else [op.name] for op in ops], report
 
 
@@ -34,7 +40,7 @@ def test_kernels_of_one_kind_share_a_launch() -> None:
 def test_a_launch_reads_and_writes_the_bytes_of_all_its_parts() -> None:
     ops: Sequence[IROp] = [pointwise("x", "a"), pointwise("y", "b")]
     made = graph(ops, ["x", "y"])
-    (both,), _ = fuse(made.ops, made, combos=True)
+    (both,), _ = combined(made)
     alone = [work_of(each, made) for each in ops]
     assert work_of(both, made).read_bytes == sum(work.read_bytes for work in alone)
     assert work_of(both, made).write_bytes == sum(work.write_bytes for work in alone)
