@@ -1,7 +1,9 @@
 """Attribute the time of a compiling process to phases by sampling its stacks, in the same way for every system.
 
-A thread reads the stacks of all other threads every few milliseconds; a sample counts for the innermost frame that
-identifies a phase. Nothing is patched and nothing runs slower, unlike under cProfile, which triples Dynamo's time.
+A thread reads the stacks of the main thread and of autograd's threads every few milliseconds; a sample counts for the
+innermost frame that identifies a phase. Threads that Python started (watchdogs, feeders of worker processes) wait most
+of the time and do not count. Nothing is patched and nothing runs slower, unlike under cProfile, which triples Dynamo's
+time.
 
 The sampling thread gets Python's lock when another thread gives it up, mostly in a call into C. So of code that often
 calls into C, the file with these calls counts for what runs between them, too: `simulator/native.py`, which calls the
@@ -77,10 +79,12 @@ class Sampled:
         return {what: seconds * share for what, seconds in self._seen.items()}
 
     def _watch(self) -> None:
-        me = threading.get_ident()
         before = self._clock()
         while not self._done.wait(self._every_s):
-            found = [_phase(frame) for ident, frame in sys._current_frames().items() if ident != me]
+            started = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
+            started.discard(threading.main_thread().ident)
+            frames = sys._current_frames()
+            found = [_phase(frame) for ident, frame in frames.items() if ident not in started]
             now = self._clock()
             # Backward on a GPU compiles on autograd's thread while the main thread waits: of all threads, count the one
             # in the earliest phase of PHASES.

@@ -61,8 +61,10 @@ def find_repeats(graph: fx.Graph, same: Callable[[fx.Node], Hashable]) -> Repeat
     if any(_is_symbolic(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")):
         return None
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    layouts: dict[Hashable, int] = {}
+    layout_of = {node: layouts.setdefault(_layout(node.meta.get("val")), len(layouts)) for node in graph.nodes}
     numbers: dict[Hashable, int] = {}
-    kinds = [numbers.setdefault(_kind(node, same), len(numbers)) for node in nodes]
+    kinds = [numbers.setdefault(_kind(node, layout_of, same), len(numbers)) for node in nodes]
     period, first, count = max(
         ((period, *_longest(kinds, period)) for period in _periods(kinds)),
         key=lambda run: run[0] * (run[2] - KEPT),  # nodes that need not be compiled
@@ -101,7 +103,7 @@ def _outlives(read: fx.Node, node: fx.Node, output: fx.Node) -> bool:
     return read.op == "call_function" and output not in read.users and before.nbytes >= after.nbytes
 
 
-def _kind(node: fx.Node, same: Callable[[fx.Node], Hashable]) -> Hashable:
+def _kind(node: fx.Node, layout_of: Mapping[fx.Node, int], same: Callable[[fx.Node], Hashable]) -> Hashable:
     """Return a key that is equal for nodes that may be at the same place of two stretches."""
     target: Any = node.target
     if (
@@ -111,8 +113,8 @@ def _kind(node: fx.Node, same: Callable[[fx.Node], Hashable]) -> Hashable:
         or any(is_written(declared) for declared, _ in declared_arguments(target, node.args, node.kwargs))
     ):
         return node
-    reads = tuple(_layout(read.meta.get("val")) for read in node.all_input_nodes)
-    return target, _form(node.args), _form(node.kwargs), _layout(node.meta.get("val")), reads, same(node)
+    reads = tuple(map(layout_of.__getitem__, node.all_input_nodes))
+    return target, _form(node.args), _form(node.kwargs), layout_of[node], reads, same(node)
 
 
 def _form(value: Any) -> Hashable:
