@@ -24,9 +24,9 @@ from overlapc.fx.communication import WAIT, is_asynchronous, is_wait, op_of
 from overlapc.fx.control import done
 from overlapc.fx.gathers import merge_gathers, merge_reductions
 
-_VIEWS: frozenset[Any] = frozenset(
-    {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
-)
+_VIEWS: tuple[Any, ...] = (
+    torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default,
+)  # fmt: skip
 
 
 def canonicalize(graph_module: fx.GraphModule) -> int:
@@ -55,9 +55,13 @@ def _plain_ops(graph: fx.Graph) -> int:
 
 
 def _drop_identity_views(graph: fx.Graph) -> int:
-    """Remove views that have their input's shape; `DTensor.to_local` leaves one before every gather."""
+    """Remove views that have their input's shape, and aliases.
+
+    `DTensor.to_local` leaves such a view before every gather. Autograd makes aliases of saved tensors, and some only if
+    something else refers to a tensor, such as a thread that samples stacks: graphs of ranks would differ.
+    """
     changed = 0
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+    for node in (each for view in _VIEWS for each in graph.find_nodes(op="call_function", target=view)):
         source = node.args[0]
         if any(user.op == "output" for user in node.users):
             continue  # AOTAutograd has already decided which outputs alias which inputs

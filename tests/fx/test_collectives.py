@@ -37,6 +37,13 @@ def test_a_canonical_graph_is_unchanged(world):
     assert canonicalize(module) == 0
 
 
+def test_aliases_that_are_not_returned_are_removed():
+    alias = torch.ops.aten.alias.default
+    module = trace(lambda x: (alias(alias(x.sin())).cos(), alias(x)))
+    assert canonicalize(module) == 2
+    assert names(module) == ["sin", "cos", "alias"]
+
+
 def test_redundant_waits_are_removed(world):
     def twice(x: Tensor) -> Tensor:
         y = c10d.all_reduce(x, "sum", world)

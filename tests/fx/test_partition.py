@@ -51,13 +51,13 @@ def test_a_users_checkpoint_recomputes_collectives_and_matmuls(world):
     assert backward.count("mm") == 3 + 2
 
 
-def test_without_collectives_the_partition_is_torchs_own():
+def test_without_collectives_the_partition_is_torchs_own_without_aliases():
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1), nn.Flatten(0))
     loss = nn.Sequential(model, nn.Softmax(0))
     wrapped = Summed(loss)
     ours = graphs(wrapped, torch.ones(4, 4))
     theirs = graphs(wrapped, torch.ones(4, 4), partition_fn=min_cut_rematerialization_partition)
-    assert ours == theirs
+    assert list(ours) == [[op for op in ops if op != "detach"] for ops in theirs]
 
 
 class Summed(nn.Module):
