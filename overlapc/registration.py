@@ -58,8 +58,9 @@ def _register(registry: ModuleType) -> None:
 
 def _prepare_early() -> None:
     """Make `torch.compile` check overlapc's options; otherwise they are first checked when the first graph is compiled,
-    30 frames deep in the first call. It also pauses garbage collection while Dynamo compiles, and prepares Dynamo for
-    messages that are logged once and for the equal blocks of a model that overlapc shards.
+    30 frames deep in the first call. It also pauses garbage collection while Dynamo compiles, lets fake tensors
+    initialize a GPU only once, and prepares Dynamo for messages that are logged once and for the equal blocks of a
+    model that overlapc shards.
 
     torch 2.11 to 2.13 keep backend, options and mode in `_TorchCompileWrapper`. In a torch without this class, options
     are still checked with the first graph.
@@ -73,11 +74,13 @@ def _prepare_early() -> None:
     def init_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if getattr(self, "compiler_fn", None) is overlapc:
+            from overlapc.fx import versions
             from overlapc.gc_paused import pause_while_compiling
             from overlapc.options.checked_options import checked_options
 
             pause_while_compiling()
             _skip_messages_logged_once()
+            versions.initialize_gpus_once()
             config = checked_options(**getattr(self, "kwargs", {}))
             access = sys.modules.get("overlapc.parallel.access")
             if access is not None and config.trace_once:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses import fake_tensor
 
 from tests import ROOT
 
@@ -108,3 +110,14 @@ def test_a_message_that_is_logged_once_does_not_break_the_graph(tmp_path: Path) 
         [sys.executable, "-c", ONCE], check=True, env=environment, timeout=120, capture_output=True, text=True
     )
     assert "Unexpected exception" not in ended.stderr, "torch 2.11 cannot log functions in its configuration"
+
+
+def test_fake_tensors_initialize_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.device] = []
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", calls.append)
+    torch.compile(torch.sin, backend="overlapc")
+    torch.compile(torch.cos, backend="overlapc")
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        for index in (0, 0, 1):
+            torch.empty(2, device=torch.device("cuda", index))
+    assert calls == [torch.device("cuda", 0), torch.device("cuda", 1)]

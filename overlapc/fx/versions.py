@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._logging._internal import trace_log
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
@@ -534,6 +535,16 @@ def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(gm, name):
             setattr(capture, name, getattr(gm, name))
     return capture
+
+
+def initialize_gpus_once() -> None:
+    """Let fake tensors initialize each GPU once per process.
+
+    torch asks the driver for the number of GPUs and allocates a tensor for each fake tensor that it makes.
+    """
+    module: Any = fake_tensor
+    if not hasattr(module.init_gpu_context, "cache_info"):
+        module.init_gpu_context = cache(module.init_gpu_context)
 
 
 def fake_like(
