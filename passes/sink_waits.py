@@ -52,6 +52,7 @@ class Sink:
         self.incoming_peak = analyze(schedule).peak_bytes
         self.memory = Placing(schedule)
         self.life = self.memory.life
+        self.pools = any(self.life.in_pool)  # whether a wait can free memory of a pool
         self.held_on: Counter[int] = Counter()  # storage -> held nodes that touch it
         self.now = 0.0
         self.placed: list[int] = []
@@ -165,7 +166,7 @@ class Sink:
     def _place_arrived(self) -> None:
         """Place waits of copies that have ended, and their held readers, where that frees memory of a pool."""
         self._note_hidden()
-        arrived = [wait for wait in self.hidden if self._frees_pool_memory(wait)]
+        arrived = [wait for wait in self.hidden if self._frees_pool_memory(wait)] if self.pools else ()
         for at in tuple(self.held) if arrived else ():
             if at in self.held and all(wait in arrived or wait not in self.waits for wait in self.behind[at]):
                 self._place(at)
