@@ -146,8 +146,8 @@ class Config:
     trace_once: bool = _knob(
         True,
         read.a_bool,
-        "trace equal members of a list of modules (the layers of a model) once; off traces every member, which gives"
-        " the same graph",
+        "trace equal members of a list of modules (the layers of a model) once, and lower and fuse equal layers once;"
+        " off does so for every layer, with the same result",
     )
     native: bool = _knob(True, read.a_bool, "generate kernels; off calls torch's own op for every node (for bisection)")
     matmul: str = _knob(

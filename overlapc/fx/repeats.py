@@ -83,6 +83,8 @@ def place_results(graph: fx.Graph) -> None:
     directly behind the last node that it reads, unless that needs more memory: one of these must be as large, and not
     be returned.
     """
+    if any(getattr(node.target, "_schema", None) and node.target._schema.is_mutable for node in graph.nodes):
+        return  # a node could read memory before a change that it has to follow
     output = graph.output_node()
     position = {node: at for at, node in enumerate(graph.nodes)}
     for node in output.all_input_nodes:

@@ -42,7 +42,8 @@ def fused(
     """
     with phase("lowering"):
         note_coarse_once(gm.graph)
-        repeats = _repeats(gm, communication) if config.fusion and config.trace_once else None
+        once = config.fusion and config.trace_once and config.matmul != "autotune"  # whose times ranks agree on
+        repeats = _repeats(gm, communication) if once else None
     while repeats is not None:
         found = _once_for_all_layers(gm, name, config, communication, agreement, freeable, repeats, dumps)
         if found is not None:

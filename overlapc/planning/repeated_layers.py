@@ -68,7 +68,7 @@ class Repeated:
         self._results_of = {op.name: op.result for op in lowered.ops if isinstance(op, Extern)}
         self._changes_inputs = False
         for op in lowered.ops:
-            (node,) = op.origin.fx
+            node = next(iter(op.origin.fx), "")
             if node not in place:
                 continue
             for name in dict.fromkeys((op.name, *buffers_written(op))):
@@ -142,7 +142,7 @@ class Repeated:
 
         None if the layers in the middle were fused differently.
         """
-        if self._changes_inputs or not all(made for made in self._made):
+        if self._changes_inputs or any(isinstance(op, Attention) for op in ops) or not all(self._made):
             return None
         home = [self._home(op) for op in ops]
         if any(layer not in home for layer in range(KEPT)):
@@ -172,7 +172,7 @@ class Repeated:
         def leaf(value: Any) -> Any:
             return _renamed_leaf(value, names)
 
-        assert not isinstance(op, Combo | Attention), f"{op.name}: {type(op).__name__}"
+        assert not isinstance(op, Combo | Attention)  # `written` refuses one, and `combine` makes the other later
         name = names.get(op.name, op.name)
         origin = self._origin(op.origin, names)
         if isinstance(op, Loops):
