@@ -6,6 +6,7 @@ In a graph after `canonicalize`,
   output, in the coalesced, list-valued forms),
 - there are no waits for values that cannot be in flight, no duplicate gathers, and the gradients of one parameter are
   added up before they are reduced,
+- there are no aliases, and no views of their input's shape, except those that the graph returns,
 - `_dtensor.shard_dim_alltoall`, in-place forms, point-to-point and custom ops are unchanged: they are synchronous or of
   unknown kind (`Collective.waits` is empty). The first only launches a collective and waits for it; the scheduler
   treats the others as barriers, unless the user declares them safe.
