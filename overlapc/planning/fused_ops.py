@@ -88,7 +88,7 @@ def _once_for_all_layers(
     layers = Repeated(gm, lowered, repeats, comms.__getitem__)
     measure = _kernel_times(lowered, config, alone=agreement is None)
     with phase("fusion"):
-        kept = [each for each in freeable if not layers.is_left_out(each)]
+        kept = set(freeable) - layers.left_out_inputs()
         ops, report = fuse_before_combining(
             lowered, kept, measure=measure, refuse=_refuse_fused, beside=layers.left_out_bytes
         )

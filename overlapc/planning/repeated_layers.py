@@ -123,9 +123,9 @@ class Repeated:
             return [growth * (at >= begin[1]) for at in range(len(ops))]
         return [-growth * (at < begin[3]) for at in range(len(ops))]
 
-    def is_left_out(self, name: str) -> bool:
-        """Whether an input belongs to a layer that was left out."""
-        return any(name == node.name for inputs in self._repeats.inputs[KEPT - 1 : -1] for node in inputs)
+    def left_out_inputs(self) -> set[str]:
+        """Return the inputs and seeds of the layers that were left out."""
+        return {node.name for inputs in self._repeats.inputs[KEPT - 1 : -1] for node in inputs}
 
     # --- ops
 
@@ -152,8 +152,8 @@ class Repeated:
             return None  # an op computes a part of a layer and of one that is not the next
         if 0 in home[third:] or 1 in home[last:]:
             return None  # a layer's op runs later than the next layer
-        piece, rest = ops[second:third], ops[third:]
-        if not second < third < last or [self._renamed(op, self._next()) for op in piece] != list(ops[third:last]):
+        piece, rest, following = ops[second:third], ops[third:], self._next()
+        if not second < third < last or [self._renamed(op, following) for op in piece] != list(ops[third:last]):
             return None
         copies = [self._moved(by) for by in range(1, self._more + 1)]
         to_end = copies[-1]
