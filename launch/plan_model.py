@@ -183,7 +183,8 @@ def _schedules(cfg: PlanConfig, layers: int, options: Config, mesh: DeviceMesh) 
 def _trace(cfg: PlanConfig, options: Config, mesh: DeviceMesh, backend: Callable[..., Any]) -> None:
     """Compile forward and backward of the model with `backend`, on fake tensors."""
     torch._dynamo.reset()
-    with FakeTensorMode(allow_non_fake_inputs=True), gc_paused():
+    no_collection = torch._dynamo.config.patch(run_gc_after_compile=False)  # Dynamo's, after each compile
+    with FakeTensorMode(allow_non_fake_inputs=True), gc_paused(), no_collection:
         model = Llama(cfg.shape)
         if cfg.tp > 1:
             tensor_parallel(model, mesh["tp"])

@@ -22,7 +22,7 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            gc.enable()
+            _enable()
 
 
 def pause_while_compiling() -> None:
@@ -44,9 +44,13 @@ def _pause(_: Any) -> None:
 
 def _resume(_: Any) -> None:
     if _before_compile and _before_compile.pop():
-        if gc.get_freeze_count() < _FROZEN_BY_A_USER:
-            # Most objects made while compiling stay alive. This moves them to the oldest generation without the scans
-            # of all objects that a collection would make now: a tenth of a warm start.
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
+        _enable()
+
+
+def _enable() -> None:
+    """Enable garbage collection after a pause. Most objects made meanwhile stay alive: they move to the oldest
+    generation without the scans of all objects that a collection would make now, a tenth of a warm start."""
+    if gc.get_freeze_count() < _FROZEN_BY_A_USER:
+        gc.freeze()
+        gc.unfreeze()
+    gc.enable()

@@ -177,7 +177,9 @@ def _blocks(start: Node) -> int:
 
 def laid_out_bytes(schedule: Schedule) -> int:
     """Return the total size of the pools that the copies of `schedule` need."""
-    return sum(layout.bytes for layout in copying(schedule).laid_out().values())
+    return schedule.fact(
+        "laid_out_bytes", lambda: sum(layout.bytes for layout in copying(schedule).laid_out().values())
+    )
 
 
 def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None, at_least_bytes: int = 0) -> int:

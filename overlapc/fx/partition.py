@@ -37,13 +37,14 @@ from overlapc.fx.compared import save_compared_values
 from overlapc.fx.drawn import draw_early, draw_late
 from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers, whole_parameter_casts
+from overlapc.fx.minimum_cut import cut_in_parts
 from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import backward_nodes, recompute_expansions, recompute_sums
 from overlapc.fx.rng_state import describe, unwrap_attention
 from overlapc.fx.saved_sizes import save_sizes
-from overlapc.fx.versions import fast_minimum_cut, return_no_tangents
+from overlapc.fx.versions import return_no_tangents
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -91,7 +92,7 @@ def partition(
     options_of_torch = torch._functorch.config.patch(
         graphsafe_rng_functionalization=False, cse=False, recompute_views=True
     )
-    with options_of_torch, fast_minimum_cut():
+    with options_of_torch, cut_in_parts():
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )

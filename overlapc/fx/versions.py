@@ -456,31 +456,6 @@ def _may_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 @contextmanager
-def fast_minimum_cut() -> Iterator[None]:
-    """Let torch's partitioner find its minimum cut by Boykov and Kolmogorov's algorithm.
-
-    For five of benchmarks/huggingface_models.py NetworkX's default, preflow-push, takes 1.2 to 4.5 s (torch 2.11), and
-    this one 0.3 to 0.7 s. The cut is the same: NetworkX cuts between the nodes from which the sink can still be reached
-    and all others, and those nodes are the same for every maximum flow.
-    """
-    from networkx.algorithms.flow import boykov_kolmogorov, maxflow
-    from networkx.algorithms.flow.utils import build_residual_network, detect_unboundedness
-
-    def maximum_flow(graph: Any, source: Any, sink: Any, *, capacity: str, value_only: bool) -> Any:
-        residual = build_residual_network(graph, capacity)
-        detect_unboundedness(residual, source, sink)  # raises what torch expects; this algorithm would not
-        return boykov_kolmogorov(graph, source, sink, capacity=capacity, residual=residual, value_only=value_only)
-
-    flow: Any = maxflow
-    default = flow.default_flow_func
-    flow.default_flow_func = maximum_flow
-    try:
-        yield
-    finally:
-        flow.default_flow_func = default
-
-
-@contextmanager
 def no_code_of_graphs() -> Iterator[None]:
     """While AOTAutograd traces, most of its graphs become Python code only if they are called, and text only if torch
     logs them."""

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
-import networkx
-import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
-from overlapc.fx.versions import fast_minimum_cut
 from tests.parallel.tiny import Recorder, ops
 
 
@@ -67,20 +62,3 @@ class Summed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).square().sum()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_minimum_cut_is_the_one_that_networkx_finds_by_default(seed: int):
-    draw = random.Random(seed)
-    graph = networkx.DiGraph()
-    for _ in range(60):  # few different capacities, so that there are several minimum cuts
-        start, end = sorted(draw.sample(range(14), 2))
-        graph.add_edge(start, end, capacity=draw.choice((1, 2, 3)))
-    graph.add_edge(0, 1, capacity=float("inf"))
-    graph.add_edge(12, 13, capacity=float("inf"))
-    expected = networkx.minimum_cut(graph, 0, 13)
-    with fast_minimum_cut():
-        assert networkx.minimum_cut(graph, 0, 13) == expected
-    graph.add_edge(1, 12, capacity=float("inf"))
-    with fast_minimum_cut(), pytest.raises(networkx.NetworkXUnbounded):
-        networkx.minimum_cut(graph, 0, 13)

@@ -90,8 +90,9 @@ def place(events: Sequence[Event]) -> Layout:
         elif isinstance(event, Start):
             begins.append(Begin(event.tensors, len(released) - 1, max(needed[tensor] for tensor in event.tensors)))
         else:
-            over = (number for other, number in released.items() if _overlap(slots[other], slots[event.tensor]))
-            needed[event.tensor] = max(over, default=-1)
+            # the last release is looked at first: memory is often taken again soon after it was released
+            over = (at for other, at in reversed(released.items()) if _overlap(slots[other], slots[event.tensor]))
+            needed[event.tensor] = next(over, -1)
     end = max((slot.offset + slot.bytes for slot in slots.values()), default=HEAD_BYTES)
     return Layout(tuple(slots[tensor] for tensor in sorted(slots)), tuple(begins), tuple(released), end)
 
@@ -202,10 +203,13 @@ def check(events: Sequence[Event], layout: Layout) -> str | None:
     if starts != [begin.tensors for begin in layout.begins] or takes != sorted(layout.released):
         return "the program has other collectives"
     begins = iter(layout.begins)
+    settled = 0  # how many of the layout's first releases have been done
     for event in events:
         if isinstance(event, Release):
             open_slots.pop(event.tensor, None)
             closed.add(event.tensor)
+            while settled < len(layout.released) and layout.released[settled] in closed:
+                settled += 1
         elif isinstance(event, Take):
             slot = slots[event.tensor]
             if slot.offset < HEAD_BYTES or slot.offset + event.bytes > layout.bytes or event.bytes > slot.bytes:
@@ -215,19 +219,19 @@ def check(events: Sequence[Event], layout: Layout) -> str | None:
                     return f"tensor {event.tensor} lies on {tensor}, which is still read"
             open_slots[event.tensor] = slot
         else:
-            broken = _broken_begin(event, next(begins), layout, closed)
+            broken = _broken_begin(event, next(begins), layout, closed, settled)
             if broken is not None:
                 return broken
     return None
 
 
-def _broken_begin(event: Start, begin: Begin, layout: Layout, closed: set[int]) -> str | None:
-    """Return the rule that a start breaks if the tensors `closed` have been released, or None."""
+def _broken_begin(event: Start, begin: Begin, layout: Layout, closed: set[int], settled: int) -> str | None:
+    """Return the rule that a start breaks, or None, if the tensors `closed` have been released, among them the first
+    `settled` of the layout's releases."""
     if begin.needed > begin.settled:
         return f"{event} waits for release {begin.needed}, which ranks have not done by then"
-    for tensor in layout.released[: begin.settled + 1]:
-        if tensor not in closed:
-            return f"{event} says that {tensor} is released, which comes later"
+    if begin.settled >= settled:
+        return f"{event} says that {layout.released[settled]} is released, which comes later"
     for other in layout.released[begin.needed + 1 :]:
         for tensor in event.tensors:
             if other in closed and _overlap(layout.slots[other], layout.slots[tensor]):
