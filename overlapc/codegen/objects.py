@@ -39,10 +39,11 @@ def text_of(value: Any) -> str:
     if isinstance(method, MethodType) and isinstance(method.__self__, GraphCopies):
         given = value.args if isinstance(value, partial) else ()
         return f"copies:{json.dumps([method.__self__.pool.name, method.__name__, *given])}"
-    inner = getattr(value, "copies_results_of", None)
-    if inner is not None:
-        text = text_of(inner)
-        return f"owned:{text}" if text else ""
+    for kind, attribute in (("owned", "copies_results_of"), ("offset", "offset_of_result_of")):
+        inner = getattr(value, attribute, None)
+        if inner is not None:
+            text = text_of(inner)
+            return f"{kind}:{text}" if text else ""
     group = group_name_of(value) if hasattr(getattr(value, "real_obj", value), "group_name") else None
     if group is not None:
         return f"group:{group}"
@@ -75,6 +76,8 @@ def rebuild(text: str, copies: Mapping[str, GraphCopies] = MappingProxyType({}))
         return partial(run, *given) if given else run
     if module == "owned":
         return support.owned(rebuild(path))
+    if module == "offset":
+        return support.offset_of(rebuild(path))
     if module == "torch.device":
         return torch.device(path)
     if module == "group":

@@ -24,6 +24,7 @@ from overlapc.fx.collectives import outputs_of
 from overlapc.fx.communication import WAIT, is_asynchronous, is_wait, op_of
 from overlapc.fx.control import done
 from overlapc.fx.gathers import merge_gathers, merge_reductions
+from overlapc.fx.sizes import same_sizes
 
 _VIEWS: tuple[Any, ...] = (
     torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default,
@@ -67,7 +68,7 @@ def _drop_identity_views(graph: fx.Graph) -> int:
         if any(user.op == "output" for user in node.users):
             continue  # AOTAutograd has already decided which outputs alias which inputs
         before, after = source.meta.get("val"), node.meta.get("val")
-        if isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape:
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and same_sizes(before, after):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             changed += 1

@@ -15,6 +15,7 @@ from torch import fx
 
 from overlapc.fx.duplicates import merge_equal
 from overlapc.fx.labels import ParamLabel, label_of
+from overlapc.fx.sizes import same_sizes
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -204,4 +205,4 @@ def _same_shape(first: fx.Node, second: fx.Node) -> bool:
     one, other = first.meta.get("val"), second.meta.get("val")
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    return one.shape == other.shape and one.dtype == other.dtype
+    return same_sizes(one, other) and one.dtype == other.dtype

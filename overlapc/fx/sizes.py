@@ -1,4 +1,4 @@
-"""Sizes that depend on data but were traced as constants."""
+"""Sizes that depend on data: whether two are equal, and which were traced as constants."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from overlapc.fx.versions import sized_by_data
 
 aten = torch.ops.aten
+
+
+def same_sizes(one: Tensor, other: Tensor) -> bool:
+    """Whether two traced tensors are proven to have the same sizes; a comparison of their shapes would add a guard."""
+    pairs = zip(one.shape, other.shape, strict=False)
+    return one.dim() == other.dim() and all(statically_known_true(size == like) for size, like in pairs)
 
 
 def guessed_size(graph: fx.Graph) -> fx.Node | None:

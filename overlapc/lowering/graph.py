@@ -43,7 +43,7 @@ from overlapc.lowering.context import Lowering
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view, users_through_views
 from overlapc.lowering.table import LIBRARY_CALLS, Impossible, lowering_of
-from overlapc.runtime.support import owned
+from overlapc.runtime.support import offset_of, owned
 
 aten = torch.ops.aten
 GENERATED_DTYPES = frozenset(
@@ -269,6 +269,8 @@ class GraphLowering:
             whole = self.strided_from.get(args[0].buffer) if target is aten.as_strided.default else None
             if whole is not None:
                 args, kwargs = (whole, *args[1:3], self._offset_in_memory(node)), {}
+            elif binds_sizes(node):
+                self._bind_offset(node, target, args, kwargs)
             elif self._is_described(args[0], value) and not self._starts_at_callers_memory(node, args[0]):
                 return self._view(node, args[0], value)
             if target is aten.as_strided.default and self._is_returned(node, args[0]):
@@ -292,6 +294,18 @@ class GraphLowering:
         return self.context.extern(
             target, args, kwargs, fallback=target not in LIBRARY_CALLS and not carries_graphs(node)
         )
+
+    def _bind_offset(self, node: Node, target: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Add a call that returns the offset of a view, if only the op knows it.
+
+        torch 2.11 traces a slice of rows that data choose with a new size and a new offset. Such a view is copied: its
+        size is that of the copy, but the copy's own offset is 0.
+        """
+        offset = self.context.expr(node.meta["val"].storage_offset())
+        if offset.is_Symbol and str(offset) not in self.context.known:
+            name = f"{node.name}_offset"
+            result = Handle(name, offset)
+            self.context.add(Extern(name, offset_of(target), tuple(args), kwargs, result, origin=provenance(node)))
 
     def _communicate(self, node: Node, args: Any, kwargs: Any, comm: Any) -> Any:
         if is_wait(node):

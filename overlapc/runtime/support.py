@@ -202,6 +202,17 @@ def owned(target: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def offset_of(target: Callable[..., Any]) -> Callable[..., int]:
+    """Return a function that calls a view op and returns the storage offset of its result."""
+
+    def call(*args: Any, **kwargs: Any) -> int:
+        return int(target(*args, **kwargs).storage_offset())
+
+    call.__name__ = f"offset_of_{getattr(target, '__name__', 'call')}"
+    call.offset_of_result_of = target  # type: ignore[attr-defined]
+    return call
+
+
 def unboxed(call: Callable[[list[Any]], Any], single: bool) -> Callable[..., Any]:
     """Return a compiled graph as a function of its arguments, for ops that call branches and loop bodies.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overlapc.codegen.generators import generator_for
-from overlapc.codegen.objects import rebuild
+from overlapc.codegen.objects import rebuild, text_of
 from overlapc.codegen.parts import LEAST_NODES, CapturedPart, Partition, split
 from overlapc.codegen.program import Call, Launch, Program, Return, WaitFor
 from overlapc.codegen.python import PythonWrapper
@@ -26,6 +26,7 @@ from overlapc.ir.ops import Extern, Layout, View, Wait
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from overlapc.runtime.cuda_graphs import Parts
+from overlapc.runtime.support import offset_of, owned
 from tests.codegen.test_program import compiled
 from tests.runtime.repeated import Repeated
 from tests.warm.test_warm import Block
@@ -279,3 +280,10 @@ def test_training_steps_in_parts_equal_plain_steps_also_from_the_cache(tmp_path:
 def test_options_that_cannot_be_combined_with_cuda_graphs_are_errors(other: dict[str, Any]):
     with pytest.raises(ConfigError, match="cuda_graphs"):
         Config(cuda_graphs=True, **other)
+
+
+@pytest.mark.parametrize("make", [owned, offset_of])
+def test_calls_that_wrap_an_op_are_found_again(make):
+    x = torch.arange(12.0).view(3, 4)
+    call, again = make(torch.ops.aten.slice.Tensor), rebuild(text_of(make(torch.ops.aten.slice.Tensor)))
+    torch.testing.assert_close(again(x, 0, 1), call(x, 0, 1))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from overlapc.fx.supported_torch import check_torch_version
 from overlapc.runtime.counters import counted
@@ -38,7 +41,6 @@ def rows_of_ones(x):
     return torch.zeros(count, 3) + 1
 
 
-@pytest.mark.skipif(check_torch_version() < (2, 13), reason="neither overlapc nor Inductor compiles it with torch 2.11")
 def test_gradients_of_half_of_the_rows_that_data_choose_equal_eager():
     def halved(x: Tensor, mask: Tensor) -> Tensor:
         rows = x[mask.nonzero().squeeze(1)]
@@ -51,6 +53,32 @@ def test_gradients_of_half_of_the_rows_that_data_choose_equal_eager():
         mask = torch.arange(count) % 3 == 0
         step(ours, mask).backward()
         halved(theirs, mask).backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda rows: rows[1:].sin().sum(0),
+        lambda rows: (rows[:-1] - rows[1:]).abs().sum(),
+        lambda rows: (rows[2:][1:] * 2, rows[:3]),
+        lambda rows: rows.t()[:, 1:].contiguous().view(-1).exp(),
+        lambda rows: rows[1:].reshape(-1)[2:],
+    ],
+)
+def test_slices_of_rows_that_data_choose_equal_eager(function):
+    def run(x: Tensor, mask: Tensor) -> Any:
+        return function(x[mask.nonzero().squeeze(1)])
+
+    torch._dynamo.reset()
+    step = torch.compile(run, backend="overlapc", fullgraph=True)
+    for every in (3, 2):
+        ours, theirs = (torch.arange(40.0).reshape(10, 4).div(20).requires_grad_() for _ in range(2))
+        mask = torch.arange(10) % every == 0
+        found, expected = (pytree.tree_leaves(each) for each in (step(ours, mask), run(theirs, mask)))
+        torch.testing.assert_close(found, expected)
+        for results in (found, expected):
+            sum(result.sum() for result in results).backward()
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
