@@ -8,8 +8,9 @@
 
 *cold* is the first step with empty cache folders, *warm* the same in new processes with the caches that the first ones
 filled. Both begin when the model is sharded and on its device, and after one collective and one matrix product; they
-end with the optimizer's step. `cpu s` is the CPU time of the first rank's process and its children, which other work on
-the machine disturbs less. `eager` (FSDP2 without a compiler) is the floor: a first step without compilation.
+end with the optimizer's step. On GPUs eager runs before all others, so that CUDA's libraries are in the page cache.
+`cpu s` is the CPU time of the first rank's process and its children, which other work on the machine disturbs less.
+`eager` (FSDP2 without a compiler) is the floor: a first step without compilation.
 
 With --fake and torch 2.11 only the first loss says anything: that torch's fake process group leaves the results of
 reduce-scatters as they were allocated, so the parameters are updated by what was in that memory.
@@ -50,6 +51,9 @@ def main() -> None:
     for folder in ("overlapc", "passes", "estimators", "launch"):
         compileall.compile_dir(ROOT / folder, quiet=1)  # an installed package has its bytecode
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    if args.device == "cuda":  # else the first system alone would wait until CUDA's libraries are read from disk
+        with tempfile.TemporaryDirectory(prefix="first_step") as folder:
+            run("eager", "cold", Path(folder), args)
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory(prefix="first_step") as folder:
             for system in args.systems.split(","):

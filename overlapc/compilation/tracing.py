@@ -21,6 +21,7 @@ from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.supported_torch import check_torch_version
 from overlapc.fx.versions import (
+    checkpoints_without_backward,
     compiled_autograd,
     contiguous_tangents_of_overlaps,
     no_code_of_graphs,
@@ -88,6 +89,7 @@ def _traced(
         phase("AOTAutograd"),
         deterministic(config.deterministic),
         gc_paused(),
+        checkpoints_without_backward(),
         contiguous_tangents_of_overlaps(),
         no_code_of_graphs(),
     ):

@@ -423,6 +423,31 @@ def float8_saturates() -> bool:
 
 
 @contextmanager
+def checkpoints_without_backward() -> Iterator[None]:
+    """Let AOTAutograd trace checkpoints that draw random numbers in a graph without backward.
+
+    torch refuses them in every graph that it does not partition, although nothing is recomputed if none of its nodes is
+    backward's: then a validation step under `no_grad` with dropout fails.
+    """
+    from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass
+
+    module: Any = remat_using_tags_for_fwd_loss_bwd_graph_pass
+    recompute = module.remat_using_tags_for_fwd_loss_bwd_graph
+
+    def recompute_in_backward(gm: fx.GraphModule) -> fx.GraphModule:
+        notes = [(node.meta, node.meta.get("custom") or {}) for node in gm.graph.nodes]
+        backward = any(meta.get("autograd_backward") or custom.get("phase") == "backward" for meta, custom in notes)
+        done: fx.GraphModule = recompute(gm) if backward else gm
+        return done
+
+    module.remat_using_tags_for_fwd_loss_bwd_graph = recompute_in_backward
+    try:
+        yield
+    finally:
+        module.remat_using_tags_for_fwd_loss_bwd_graph = recompute
+
+
+@contextmanager
 def contiguous_tangents_of_overlaps() -> Iterator[None]:
     """Make AOTAutograd trace with contiguous tangents for results whose elements may share memory (`unfold`).
 

@@ -155,6 +155,19 @@ def test_a_checkpoint_computes_the_same_mask_again():
     torch.testing.assert_close(torch.autograd.grad(z.sum(), x)[0], grad, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "no input with gradients"])
+def test_a_checkpoint_may_draw_numbers_without_backward(grad):
+    def block(x: Tensor) -> Tensor:
+        return F.dropout(x + 1, 0.5)
+
+    x = torch.zeros(64, 64)
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), backend="overlapc", fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        dropped = step(x)
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+
+
 def test_fallback_random_draws_what_eager_draws():
     def call(x):
         chances = x.sigmoid(), x.double().sigmoid()
@@ -199,7 +212,7 @@ def unread_draws_in_a_checkpoint(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("function", "trained"),
-    [(unread_draws, False), (unread_draws, True), (unread_draws_in_a_checkpoint, True)],
+    [(function, trained) for function in (unread_draws, unread_draws_in_a_checkpoint) for trained in (False, True)],
 )
 def test_fallback_random_keeps_draws_that_nothing_reads(function, trained):
     """Else later draws (in this graph, after it, and in backward) would differ from eager's."""
