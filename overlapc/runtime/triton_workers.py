@@ -15,6 +15,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
+
 from overlapc.runtime.triton_compile import Binary, Specification, answered
 
 MOST_WORKERS = 16
@@ -131,8 +134,16 @@ _shared = _Shared()
 
 def _count() -> int:
     """Return the number of workers: this rank's share of the cores."""
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks))
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // _ranks_on_host()))
+
+
+def _ranks_on_host() -> int:
+    """Return the number of ranks on this host, as torchrun tells it; with other launchers, at most one per GPU."""
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    if told:
+        return max(1, int(told))
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return min(ranks, max(1, torch.cuda.device_count()))
 
 
 def start() -> None:

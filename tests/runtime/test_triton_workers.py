@@ -16,6 +16,7 @@ from overlapc.runtime import triton_binary, triton_workers
 from overlapc.runtime.triton_binary import CubinRequest, compile_ahead, compile_in_background, wanted
 from overlapc.runtime.triton_kernel import Variant, usual_variant
 from tests.multigpu.test_triton_gpu import swiglu_body
+from tests.worlds import fake_world
 
 H200 = ("cuda", 90, 32)
 ELF = b"\x7fELF"
@@ -139,3 +140,16 @@ def test_a_key_covers_everything_that_the_code_depends_on(tmp_path: Path):
     others = [wanted(source, warps, usual_variant(source), H200, tmp_path)]
     others.append(wanted(source, usual.stage, usual_variant(source), ("cuda", 100, 32), tmp_path))
     assert len({usual.key, unaligned.key, edited.key, *(each.key for each in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks", "gpus", "expected"),
+    [("", 1, 8, 16), ("4", 64, 8, 8), ("", 64, 8, 4), ("", 2, 8, 16), ("", 8, 0, 16), ("64", 64, 8, 1)],
+    ids=["one process", "torchrun", "srun on many hosts", "srun of two ranks", "no GPU", "more ranks than cores"],
+)
+def test_ranks_of_one_host_share_its_cores(told: str, ranks: int, gpus: int, expected: int, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    monkeypatch.setattr(triton_workers.os, "sched_getaffinity", lambda _: range(32))
+    monkeypatch.setattr(triton_workers.torch.cuda, "device_count", lambda: gpus)
+    with fake_world(ranks):
+        assert triton_workers._count() == expected
