@@ -392,11 +392,11 @@ def sees_where_memory_begins(op: Extern) -> bool:
     """Whether the call's result depends, or may depend (a user's op), on the storage offset of an argument.
 
     `as_strided` and `as_strided_scatter` count from the first element of the storage; branches and loop bodies may
-    contain calls of them.
+    contain calls of them. `support.offset_of` returns such an offset.
     """
     target = getattr(op.target, "copies_results_of", op.target)
     if not isinstance(target, torch._ops.OpOverload):
-        return isinstance(target, torch._ops.HigherOrderOperator)
+        return isinstance(target, torch._ops.HigherOrderOperator) or hasattr(target, "offset_of_result_of")
     counts = any(argument.name == "storage_offset" for argument in target._schema.arguments)
     return counts or target.namespace not in _NAMESPACES
 
