@@ -47,7 +47,7 @@ from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.estimator_chain import chain_of
-from overlapc.planning.fused_ops import device_types, fused
+from overlapc.planning.fused_ops import GraphToFuse, device_types
 from overlapc.planning.host_groups import DividedGroup
 from overlapc.planning.pass_context import context_of
 from overlapc.planning.rank_notes import notes_of
@@ -271,7 +271,7 @@ def _scheduled(
     if transports.rewritten:
         dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
     freeable = _freeable(gm, name)
-    lowered, fusion = fused(gm, name, config, communication, agreement, freeable, dumps)
+    lowered, fusion = GraphToFuse(gm, name, config, communication, agreement, freeable, dumps).fused()
     with phase("fusion"):
         schedule = to_schedule(lowered.ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
     dumps.write("fusion", "decisions", lambda: str(fusion))

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor, fx, nn
 
 from overlapc.config import Config
-from overlapc.fx.repeats import LEAST, find_repeats
+from overlapc.fx.repeats import LEAST, Repeats, find_repeats
 from overlapc.ir.ops import LoweredGraph
-from overlapc.planning import fused_ops
 from overlapc.planning.dumps import Dumps
+from overlapc.planning.fused_ops import GraphToFuse
 from overlapc.runtime.counters import counted
 from tests.fusion.programs import STEPS, Step, number, small, steps, trace
 from tests.ir.interpret import run_ops
@@ -35,19 +35,18 @@ def compared() -> Iterator[list[int]]:
     Yields a list to which each such graph adds its number of layers, or 0 if they were not fused alike.
     """
     found: list[int] = []
-    once = fused_ops._once_for_all_layers
+    once = GraphToFuse._once_for_all_layers
 
-    def both(*given: Any) -> Any:
-        gm, name, config, communication, agreement, freeable, repeats, dumps = given
-        got = once(*given)
-        with mock.patch.object(fused_ops, "_repeats", return_value=None):
-            wanted, _ = fused_ops.fused(gm, name, config, communication, agreement, freeable, dumps)
+    def both(graph: GraphToFuse, repeats: Repeats) -> Any:
+        got = once(graph, repeats)
+        with mock.patch.object(GraphToFuse, "_repeats", return_value=None):
+            wanted, _ = graph.fused()
         found.append(0 if got is None else len(repeats.stretches))
         if got is not None:
             assert_same(got[0], wanted)
         return got
 
-    with mock.patch.object(fused_ops, "_once_for_all_layers", both):
+    with mock.patch.object(GraphToFuse, "_once_for_all_layers", both):
         yield found
 
 
@@ -63,7 +62,7 @@ def assert_same(got: LoweredGraph, wanted: LoweredGraph) -> None:
 
 def fused(gm: fx.GraphModule) -> LoweredGraph:
     config = Config()
-    return fused_ops.fused(gm, "graph", config, {}, None, (), Dumps(config, "graph"))[0]
+    return GraphToFuse(gm, "graph", config, {}, None, (), Dumps(config, "graph")).fused()[0]
 
 
 # --- models
