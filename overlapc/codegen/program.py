@@ -152,7 +152,7 @@ class ComputeSize(Instruction):
 class CheckInput(Instruction):
     """Checks that an argument has the traced layout: another layout is an error, never a wrong number.
 
-    An argument whose memory does not hold its numbers is copied.
+    An argument of another dtype, or whose memory does not hold its numbers, is copied.
     """
 
     outside_captures: ClassVar[bool] = True
@@ -164,13 +164,14 @@ class CheckInput(Instruction):
 
     def python(self, wrapper: PythonWrapper) -> list[str]:
         name, size, stride = self.variable, *wrapper.shape(self.layout)
-        unusual = f"{name}.shape != {size} or {name}.stride() != {stride} or rt.is_lazy({name})"
-        return [f"if {unusual}: {name} = rt.checked({name!r}, {name}, {size}, {stride})"]
+        dtype = self.layout.dtype
+        differs = f"{name}.shape != {size} or {name}.stride() != {stride} or {name}.dtype != {dtype}"
+        return [f"if {differs} or rt.is_lazy({name}): {name} = rt.checked({name!r}, {name}, {size}, {stride}, {dtype})"]
 
     def add_to(self, wrapper: FxWrapper) -> None:
         given = wrapper.env[self.variable]
         wrapper.env[self.variable] = wrapper.call_function(
-            support.checked, self.variable, given, *wrapper.shape(self.layout)
+            support.checked, self.variable, given, *wrapper.shape(self.layout), self.layout.dtype
         )
 
 
@@ -453,7 +454,7 @@ class Call(NodeInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ExpectLayout(Instruction):
-    """Copies the result of a call if its strides differ from the traced ones, on which later instructions rely.
+    """Copies the result of a call if its strides or dtype differ from the traced ones, on which kernels rely.
 
     A size that differs from the traced one is an error.
     """
@@ -471,14 +472,14 @@ class ExpectLayout(Instruction):
         return rules.layout(self.variable, self.layout)
 
     def python(self, wrapper: PythonWrapper) -> list[str]:
-        size, stride = wrapper.shape(self.layout)
-        return [f"{self.variable} = rt.as_expected({self.variable!r}, {self.variable}, {size}, {stride})"]
+        name, size, stride = self.variable, *wrapper.shape(self.layout)
+        return [f"{name} = rt.as_expected({name!r}, {name}, {size}, {stride}, {self.layout.dtype})"]
 
     def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
         return [*lines, f"life.laid_out({self.variable!r}, {self.variable})"]
 
     def add_to(self, wrapper: FxWrapper) -> None:
-        expected = (self.variable, wrapper.env[self.variable], *wrapper.shape(self.layout))
+        expected = (self.variable, wrapper.env[self.variable], *wrapper.shape(self.layout), self.layout.dtype)
         wrapper.define(self.variable, support.as_expected, expected, name=f"{self.variable}_laid_out")
 
 

@@ -39,15 +39,16 @@ def is_lazy(tensor: Tensor) -> bool:
     return tensor._is_zerotensor() or tensor.is_neg() or tensor.is_conj()
 
 
-def checked(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return `tensor`, or a copy of it if it `is_lazy`.
+def checked(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return `tensor`, or a copy of it if it `is_lazy` or has another dtype than `dtype`.
 
+    The dtype of a gradient differs if torch traced its result with a wrong one (`mse_loss` under autocast).
     Raises LayoutError unless it has this size and, in dims longer than 1, these strides.
     """
     if tensor.shape == tuple(size) and (tensor.stride() == tuple(stride) or _same_steps(tensor, stride)):
-        if not is_lazy(tensor):
+        if tensor.dtype == dtype and not is_lazy(tensor):
             return tensor
-        laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+        laid_out = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
         return laid_out.zero_() if tensor._is_zerotensor() else laid_out.copy_(tensor)
     raise LayoutError(
         f"{name} has size {tuple(tensor.shape)} and stride {tensor.stride()}, "
@@ -169,8 +170,8 @@ def reused(source: Tensor, size: Sequence[int], stride: Sequence[int], dtype: to
     return torch.empty_strided(size, stride, dtype=dtype, device=source.device)
 
 
-def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return `tensor`, copied into the traced strides if it has others: generated code relies on them.
+def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return `tensor`, copied into the traced strides and dtype if it has others: generated code relies on them.
 
     Raises LayoutError if its size is not the traced one.
     """
@@ -179,10 +180,9 @@ def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence
             f"{name} has size {tuple(tensor.shape)}, but was traced with size {tuple(size)}\n"
             "hint: torch's fake implementation of the op that computes it is wrong; please report it"
         )
-    if tensor.stride() == tuple(stride) or _same_steps(tensor, stride):
+    if tensor.dtype == dtype and (tensor.stride() == tuple(stride) or _same_steps(tensor, stride)):
         return tensor
-    laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
-    return laid_out.copy_(tensor)
+    return torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 @cache

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from overlapc.report import record
 from overlapc.runtime.counters import counted
@@ -58,6 +59,26 @@ def test_the_gradient_of_a_cond_has_its_results_strides_beside_overlapping_resul
 
     x = torch.randn(17, 3).t().requires_grad_()
     torch.testing.assert_close(gradient(compiled(function), x), gradient(function, x))
+
+
+def test_the_gradient_of_a_loss_that_torch_traces_with_another_dtype_equals_eager():
+    """AOTAutograd traces a float32 gradient of this loss, but eager's loss and its gradient are bfloat16."""
+    from torch._higher_order_ops.while_loop import while_loop
+
+    def loss(x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            product = F.gelu(x @ x[:, None])
+        target = F.huber_loss(y, x.expand_as(y), reduction="none", delta=0.7).detach()
+        start = torch.zeros((), dtype=torch.int64), target.clone()
+        target = while_loop(lambda i, _: i < 3, lambda i, each: (i + 1, each * 0.5 + i), start)[1]
+        return F.mse_loss(target, product.expand_as(target), reduction="none")
+
+    x, y = torch.tensor([1.5], requires_grad=True), torch.full((1, 1), 0.25, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    step = torch.compile(loss, backend="overlapc", fullgraph=True)
+    (expected,) = torch.autograd.grad(loss(x, y).sum(), x)
+    for _ in range(3):
+        torch.testing.assert_close(torch.autograd.grad(step(x, y).sum(), x)[0], expected)
 
 
 def test_while_loop_equals_eager():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -56,8 +57,9 @@ def test_layouts_hold_no_tensor():
     assert storage() is None
 
 
-def test_a_wrong_layout_is_an_error_after_right_ones():
-    """Dynamo's guards would notice the change first, so this test calls the compiled graph without Dynamo."""
+def compiled_product(x: Tensor, y: Tensor) -> Any:
+    """Return a compiled graph that multiplies its arguments. It is called without Dynamo, whose guards would notice
+    other arguments first."""
     graphs = []
 
     def capture(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
@@ -65,12 +67,36 @@ def test_a_wrong_layout_is_an_error_after_right_ones():
         return graphs[0]
 
     torch._dynamo.reset()
-    x, y = torch.randn(SHAPE), torch.randn(6)
     torch.compile(lambda x, y: x * y, backend=capture)(x, y)
     (call,) = graphs
+    return call
+
+
+def test_a_wrong_layout_is_an_error_after_right_ones():
+    x, y = torch.randn(SHAPE), torch.randn(6)
+    call = compiled_product(x, y)
     for _ in range(3):
         torch.testing.assert_close(call(x, y)[0], x * y)
     torch.testing.assert_close(call(x.clone().requires_grad_(), y)[0], x * y)
     with pytest.raises(support.LayoutError, match="size \\(6, 4\\)"):
         call(x.t().contiguous(), y)
     torch.testing.assert_close(call(x, y)[0], x * y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("after_right_ones", [False, True])
+def test_an_argument_of_another_dtype_is_converted(dtype: torch.dtype, after_right_ones: bool):
+    x, y = torch.randn(SHAPE).bfloat16().float(), torch.randn(6)
+    call = compiled_product(x, y)
+    if after_right_ones:
+        call(x, y)
+    for _ in range(2):
+        torch.testing.assert_close(call(x.to(dtype), y)[0], x * y)
+
+
+def test_the_result_of_a_call_has_the_traced_dtype():
+    given = torch.randn(3, 4)
+    expected = support.as_expected("x", given, (3, 4), (1, 3), torch.float64)
+    assert expected.stride() == (1, 3)
+    torch.testing.assert_close(expected, given.double())
+    assert support.as_expected("x", given, (3, 4), (4, 1), torch.float32) is given
