@@ -39,7 +39,7 @@ def text_of(value: Any) -> str:
     if isinstance(method, MethodType) and isinstance(method.__self__, GraphCopies):
         given = value.args if isinstance(value, partial) else ()
         return f"copies:{json.dumps([method.__self__.pool.name, method.__name__, *given])}"
-    for kind, attribute in (("owned", "copies_results_of"), ("offset", "offset_of_result_of")):
+    for kind, (attribute, _) in _WRAPPERS.items():
         inner = getattr(value, attribute, None)
         if inner is not None:
             text = text_of(inner)
@@ -52,6 +52,12 @@ def text_of(value: Any) -> str:
         return f"{module}:{name}"
     return ""
 
+
+# Functions that wrap an op: the attribute that holds the op, and the function that wraps it.
+_WRAPPERS: Mapping[str, tuple[str, Callable[..., Any]]] = {
+    "owned": ("copies_results_of", support.owned),
+    "offset": ("offset_of_result_of", support.offset_of),
+}
 
 _MODULES = frozenset(
     {
@@ -74,10 +80,9 @@ def rebuild(text: str, copies: Mapping[str, GraphCopies] = MappingProxyType({}))
         group, method, *given = json.loads(path)
         run = getattr(copies[group], method)
         return partial(run, *given) if given else run
-    if module == "owned":
-        return support.owned(rebuild(path))
-    if module == "offset":
-        return support.offset_of(rebuild(path))
+    if module in _WRAPPERS:
+        _, wrap = _WRAPPERS[module]
+        return wrap(rebuild(path))
     if module == "torch.device":
         return torch.device(path)
     if module == "group":

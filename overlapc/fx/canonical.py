@@ -68,7 +68,7 @@ def _drop_identity_views(graph: fx.Graph) -> int:
         if any(user.op == "output" for user in node.users):
             continue  # AOTAutograd has already decided which outputs alias which inputs
         before, after = source.meta.get("val"), node.meta.get("val")
-        if isinstance(before, Tensor) and isinstance(after, Tensor) and same_sizes(before, after):
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and same_sizes(before.shape, after.shape):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             changed += 1

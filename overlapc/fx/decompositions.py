@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, sta
 from overlapc.fx.drawn import drawn_decompositions, draws
 from overlapc.fx.random import random_decompositions
 from overlapc.fx.result_layouts import is_expanded, laid_out_as_eager
+from overlapc.fx.sizes import same_sizes
 from overlapc.fx.top_k import topk_of_groups
 from overlapc.fx.versions import core_decompositions, set_autograd_rule
 
@@ -165,8 +166,7 @@ def put_by_mask(x: Tensor, indices: list[Tensor | None], values: Tensor, accumul
     if mask is None or mask.dtype != torch.bool or has_free_unbacked_symbols(x):
         return NotImplemented
     first, end = given[0], given[0] + mask.dim()
-    masked = x.shape[first:end]
-    if not all(statically_known_true(one == other) for one, other in zip(mask.shape, masked, strict=True)):
+    if not same_sizes(mask.shape, x.shape[first:end]):
         return NotImplemented
     trailing = x.dim() - end
     if values.dim() > trailing:  # one of its dims has an element for each chosen one, or the same for all

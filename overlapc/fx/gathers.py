@@ -205,4 +205,4 @@ def _same_shape(first: fx.Node, second: fx.Node) -> bool:
     one, other = first.meta.get("val"), second.meta.get("val")
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    return same_sizes(one, other) and one.dtype == other.dtype
+    return same_sizes(one.shape, other.shape) and one.dtype == other.dtype

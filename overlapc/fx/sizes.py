@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from overlapc.fx.versions import sized_by_data
 aten = torch.ops.aten
 
 
-def same_sizes(one: Tensor, other: Tensor) -> bool:
-    """Whether two traced tensors are proven to have the same sizes; a comparison of their shapes would add a guard."""
-    pairs = zip(one.shape, other.shape, strict=False)
-    return one.dim() == other.dim() and all(statically_known_true(size == like) for size, like in pairs)
+def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two traced shapes are proven to be equal; `==` of them would add a guard."""
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(statically_known_true(size == like) for size, like in pairs)
 
 
 def guessed_size(graph: fx.Graph) -> fx.Node | None:
