@@ -59,8 +59,8 @@ def _register(registry: ModuleType) -> None:
 def _prepare_early() -> None:
     """Make `torch.compile` check overlapc's options; otherwise they are first checked when the first graph is compiled,
     30 frames deep in the first call. It also pauses garbage collection while Dynamo compiles, lets fake tensors
-    initialize a GPU only once, and prepares Dynamo for messages that are logged once and for the equal blocks of a
-    model that overlapc shards.
+    initialize a GPU only once, spares Dynamo the search for names that it does not log, and prepares it for messages
+    that are logged once and for the equal blocks of a model that overlapc shards.
 
     torch 2.11 to 2.13 keep backend, options and mode in `_TorchCompileWrapper`. In a torch without this class, options
     are still checked with the first graph.
@@ -81,6 +81,7 @@ def _prepare_early() -> None:
             pause_while_compiling()
             _skip_messages_logged_once()
             versions.initialize_gpus_once()
+            versions.name_lines_only_in_logs()
             config = checked_options(**getattr(self, "kwargs", {}))
             access = sys.modules.get("overlapc.parallel.access")
             if access is not None and config.trace_once:

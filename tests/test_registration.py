@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo import funcname_cache
 from torch._subclasses import fake_tensor
 
 from tests import ROOT
@@ -121,3 +122,17 @@ def test_fake_tensors_initialize_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> 
         for index in (0, 0, 1):
             torch.empty(2, device=torch.device("cuda", index))
     assert calls == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not record where in a line Dynamo is")
+def test_dynamo_searches_files_for_function_names_only_if_it_logs_its_trace() -> None:
+    found = funcname_cache.cache
+    funcname_cache.clearcache()
+    torch.compile(lambda x: x.sin(), backend="overlapc")(torch.ones(3))
+    assert __file__ not in found
+    torch._logging.set_logs(trace_call=True)
+    try:
+        torch.compile(lambda x: x.cos(), backend="overlapc")(torch.ones(3))
+    finally:
+        torch._logging.set_logs()
+    assert __file__ in found

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
-from torch._logging._internal import trace_log
+from torch._logging._internal import log_state, trace_log
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._composable.contract import STATE_KEY
@@ -545,6 +545,26 @@ def initialize_gpus_once() -> None:
     module: Any = fake_tensor
     if not hasattr(module.init_gpu_context, "cache_info"):
         module.init_gpu_context = cache(module.init_gpu_context)
+
+
+def name_lines_only_in_logs() -> None:
+    """Let Dynamo look for the function around a line only if it logs its trace.
+
+    It otherwise tokenizes every file that it traces, for a message that nobody sees: nn/functional.py takes 40 ms.
+    """
+    from torch._dynamo import symbolic_convert  # here, because importing Dynamo takes a second
+
+    dynamo: Any = symbolic_convert
+    look_up = dynamo.get_funcname
+    if hasattr(look_up, "__wrapped__"):
+        return
+
+    @wraps(look_up)
+    def function_at(filename: str, line: int) -> str | None:
+        logged = any(map(log_state.is_artifact_enabled, ("trace_call", "trace_source")))
+        return look_up(filename, line) if logged else None
+
+    dynamo.get_funcname = function_at
 
 
 def fake_like(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from overlapc.runtime.copies.commands import HEAD_BYTES, aligned
 
@@ -80,6 +81,11 @@ class Layout:
 
 def place(events: Sequence[Event]) -> Layout:
     """Return a layout for these events."""
+    return _placed(tuple(events))
+
+
+@lru_cache(maxsize=16)  # an order is laid out to learn its peak, and once more when ranks agree on it
+def _placed(events: tuple[Event, ...]) -> Layout:
     slots = _packed(events)
     needed: dict[int, int] = {}
     begins: list[Begin] = []
