@@ -23,6 +23,7 @@ def fuse_ops(
     seed: int | None = None,
     measure: Measure | None = None,
     refuse: Refuse = nothing_refused,
+    alone: Collection[str] = (),
 ) -> tuple[list[IROp], FusionReport]:
     """Return the live ops of `graph`, fused where that saves memory traffic, and a report of fusions and refusals.
 
@@ -30,11 +31,12 @@ def fuse_ops(
     seed: try fusions in random order (for tests).
     measure: times kernels, so that only fusions that are faster are done.
     refuse: why the device's generator cannot generate a kernel, or None; refused kernels are not created.
+    alone: nodes whose kernels share no launch with others.
     """
     if not enabled:
         return without_dead_ops(graph), FusionReport()
     ops, report = fuse_before_combining(graph, freeable, seed, measure, refuse)
-    return combine(ops, graph, report, freeable), report
+    return combine(ops, graph, report, freeable, alone), report
 
 
 def fuse_before_combining(

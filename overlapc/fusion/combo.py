@@ -67,12 +67,18 @@ def one_launch(ops: Sequence[Loops | Combo]) -> Combo | str:
 
 
 def combine(
-    ops: Sequence[IROp], graph: LoweredGraph, report: FusionReport, freeable: Collection[str] = ()
+    ops: Sequence[IROp],
+    graph: LoweredGraph,
+    report: FusionReport,
+    freeable: Collection[str] = (),
+    alone: Collection[str] = (),
 ) -> list[IROp]:
     """Return `ops` with kernels combined into launches, each into the first launch of its kind that can take it.
 
-    freeable: inputs that only the graph holds. The launches are added to `report`.
+    freeable: inputs that only the graph holds. alone: nodes whose kernels keep their launches, because they are of
+    another kind on other ranks. The launches are added to `report`.
     """
+    alone = frozenset(alone)
     groups = Groups(ops, graph, freeable)
     stretch = _stretches(groups)
     rough = Counter((stretch[group.number], _rough_kind(group.op)) for group in groups)
@@ -80,6 +86,8 @@ def combine(
     for number in groups.order.order():
         op = groups[number].op
         if not isinstance(op, Loops) or rough[stretch[number], _rough_kind(op)] < 2:
+            continue
+        if not alone.isdisjoint(op.origin.fx):
             continue
         kind = kind_of(op)
         if kind is None:

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-_OWN_MEMORY = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default})
+from overlapc.fx.claim import CLAIM
+
+# Each call has a result of its own: memory that is not initialized, or whether the call was the first one.
+_NEVER_EQUAL = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, CLAIM})
 
 
 class _Unknown(Exception):
@@ -76,7 +79,7 @@ def _is_function(node: fx.Node) -> bool:
     """Whether equal arguments give equal results, and a program cannot tell the two results' memory apart."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded not in target.tags and target not in _OWN_MEMORY
+        return torch.Tag.nondeterministic_seeded not in target.tags and target not in _NEVER_EQUAL
     return getattr(target, "__module__", "") in ("_operator", "math") or target is operator.getitem
 
 

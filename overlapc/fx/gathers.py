@@ -148,6 +148,15 @@ def _waits_behind(start: fx.Node) -> Iterator[fx.Node]:
             yield from (wait for wait in user.users if wait.target is _c10d.wait_tensor.default)
 
 
+def shard_pads(graph: fx.Graph) -> frozenset[str]:
+    """Return the names of the nodes that pad this rank's shard of a parameter, which other ranks pad by other amounts.
+
+    A rank that pads by nothing has a copy there, so its kernel may be equal to one that it differs from elsewhere.
+    """
+    pads = graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+    return frozenset(node.name for node in pads if label_of(node) is not None)
+
+
 def merge_reductions(graph: fx.Graph) -> int:
     """Add up a parameter's gradients before reducing them once; return the number of removed reductions.
 

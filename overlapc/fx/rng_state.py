@@ -3,7 +3,8 @@
 torch's partitioner wraps every op that may be random, so that backward can repeat it with the same generator state:
 `run_and_save_rng_state(bernoulli, p)` in forward, `run_with_rng_state(state, bernoulli, p)` in backward. The wrapped
 calls have no fake values; `describe` adds them. Attention without dropout draws no random numbers, although its op is
-tagged as random: `unwrap_attention` restores the plain calls, and no state is saved.
+tagged as random: `unwrap_attention` restores the plain calls, and no state is saved. The states are tensors, but stand
+behind all that forward saves except sizes: `save_states_as_tensors` moves them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from overlapc.fx.arguments import declared_arguments
 from overlapc.fx.node_writer import NodeWriter, fake_result
+from overlapc.fx.versions import is_object
 
 
 def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
@@ -34,6 +36,34 @@ def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
             backward.graph.erase_node(state)
     forward.recompile()
     backward.recompile()
+
+
+def save_states_as_tensors(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
+    """Move what is no tensor, such as the DeviceMesh of a DTensor, behind the generator states that forward saves:
+    AOTAutograd expects tensors, then objects, then sizes. torch's partitioner only keeps the sizes last (torch 2.13).
+    """
+    output = forward.graph.output_node()
+    results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    saved = results[forward_outputs:]
+    objects = [node for node in saved if is_object(node)]
+    states = [at for at, node in enumerate(saved) if _is_state(node)]
+    if not objects or not states:
+        return
+    tensors = [node for node in saved[: states[-1] + 1] if node not in objects]
+    rest = [node for node in saved[states[-1] + 1 :] if node not in objects]
+    output.args = ((*results[:forward_outputs], *tensors, *objects, *rest),)
+    arguments = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    taken = {node.args[0] for node in backward.graph.nodes if node.target is run_with_rng_state}
+    last = [node for node in arguments.values() if node in taken][-1]
+    for node in reversed(objects):
+        last.append(arguments[node.name])
+    forward.recompile()
+    backward.recompile()
+
+
+def _is_state(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target is run_and_save_rng_state and bool(node.args[1] == 0)
 
 
 def describe(gm: fx.GraphModule) -> None:

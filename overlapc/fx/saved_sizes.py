@@ -33,7 +33,8 @@ def save_sizes(forward: fx.GraphModule, backward: fx.GraphModule, forward_output
     if needed <= told:
         return
     output = forward.graph.output_node()
-    results, descriptions = list(output.args[0]), list(output.meta["desc"])  # type: ignore[arg-type]
+    results = list(output.args[0])  # type: ignore[arg-type]
+    descriptions = list(output.meta.get("desc", ()))  # torch drops them if forward saves generator states
     write = NodeWriter(output, output)
     for node in forward.graph.find_nodes(op="placeholder"):
         for symbol, read in _told_by(node.meta.get("val")):
@@ -42,11 +43,13 @@ def save_sizes(forward: fx.GraphModule, backward: fx.GraphModule, forward_output
             told.add(symbol)
             size = write.call(read[0], node, read[1])
             results.append(size)
-            descriptions.append(SavedForBackwardsAOTOutput(len(results) - 1 - forward_outputs))
+            if descriptions:
+                descriptions.append(SavedForBackwardsAOTOutput(len(results) - 1 - forward_outputs))
             with backward.graph.inserting_before(tensors[0]):  # sizes come before tensors
                 backward.graph.placeholder(size.name).meta["val"] = size.meta["val"]
     output.args = (tuple(results),)
-    output.meta["desc"] = descriptions
+    if descriptions:
+        output.meta["desc"] = descriptions
     forward.recompile()
     backward.recompile()
 

@@ -25,6 +25,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._library.opaque_object import is_opaque_value
 from torch._logging._internal import log_state, trace_log
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -160,6 +162,12 @@ def compiled_autograd(gm: Any) -> bool:
     from torch._dynamo import config
 
     return not isinstance(gm, fx.GraphModule) or config.compiled_autograd or autograd.compiled_autograd_enabled
+
+
+def is_object(node: fx.Node) -> bool:
+    """Whether the value of a node is an object that graphs only pass on, such as a DeviceMesh."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.ScriptObject | FakeScriptObject) or is_opaque_value(value)
 
 
 def return_no_tangents(joint: fx.Graph, forward_outputs: int) -> None:

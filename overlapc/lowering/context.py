@@ -103,8 +103,9 @@ class Lowering:
         return self._unlike_nodes(*(part for part in (self.item, part) if part is not None))
 
     def _unlike_nodes(self, *parts: Any) -> str:
-        """Join the node's name and `parts` to a name that no node has; FX names a second `topk` node `topk_1`, too."""
-        name = "_".join(map(str, (self.node.name, *parts)))
+        """Join the node's name and `parts` to a name that no node has, and no part of another node gets: FX names a
+        second `topk` node `topk_1`, whose part 0 is `topk_1_0`, and part 0 of part 1 of `topk` is `topk_1__0`."""
+        name = "_".join((self.node.name, "__".join(map(str, parts)))) if parts else self.node.name
         while parts and name in self.nodes:
             name += "_"
         return name

@@ -15,6 +15,7 @@ from overlapc.codegen import generators
 from overlapc.config import Config
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.fusion import FusionReport, combine, fuse_before_combining, fuse_ops
+from overlapc.fx.gathers import shard_pads
 from overlapc.fx.precision import is_coarse, note_coarse_once
 from overlapc.fx.repeats import KEPT, Repeats, find_repeats, place_results
 from overlapc.ir.body import Body
@@ -61,7 +62,10 @@ class GraphToFuse:
         self.dumps.write("ir", "lowered", lambda: str(lowered))
         measure = self._kernel_times(lowered)
         with phase("fusion"):
-            ops, report = fuse_ops(lowered, config.fusion, self.freeable, measure=measure, refuse=_refuse_fused)
+            alone = shard_pads(self.gm.graph)
+            ops, report = fuse_ops(
+                lowered, config.fusion, self.freeable, measure=measure, refuse=_refuse_fused, alone=alone
+            )
         return replace(lowered, ops=ops), report
 
     def _repeats(self) -> Repeats | None:
@@ -89,7 +93,7 @@ class GraphToFuse:
             graph = layers.written(ops)
             if graph is None:
                 return None
-            ops = combine(graph.ops, graph, report, self.freeable)
+            ops = combine(graph.ops, graph, report, self.freeable, shard_pads(self.gm.graph))
         self.dumps.write("ir", "lowered", lambda: f"{layers}\n{lowered}")
         return replace(graph, ops=ops), report
 

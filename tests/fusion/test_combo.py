@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from overlapc.fusion.fuse import fuse
 from overlapc.fusion.report import FusionReport
 from overlapc.fusion.work import work_of
 from overlapc.ir.body import Body, Checked, Constant, op
-from overlapc.ir.ops import Combo, IROp, LoweredGraph
+from overlapc.ir.ops import Combo, IROp, LoweredGraph, Provenance
 from tests.fusion.small_graphs import extern, graph, kernel, overwrite, pointwise, start, view, wait
 from tests.ir.bodies import P, loops_of, put, x
 
@@ -35,6 +36,16 @@ def test_kernels_of_one_kind_share_a_launch() -> None:
     assert found == [["x", "y", "z"]]
     assert report.combined == [("x", "y"), ("y", "z")]
     assert "one launch x + y" in str(report)
+
+
+def test_a_kernel_that_other_ranks_have_in_another_form_keeps_its_launch() -> None:
+    kernels = [pointwise(name, name.upper()) for name in "xyz"]
+    named = [replace(kernel, origin=Provenance(fx=(kernel.name,))) for kernel in kernels]
+    made = graph(named, ["x", "y", "z"])
+    report = FusionReport()
+    ops = combo.combine(made.ops, made, report, alone={"y"})
+    assert [op.name for op in ops] == ["y", "z"]
+    assert report.combined == [("x", "z")]
 
 
 def test_a_launch_reads_and_writes_the_bytes_of_all_its_parts() -> None:

@@ -1,13 +1,19 @@
 """Operators under a checkpoint that draw random numbers, or that torch traces as if they did."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from overlapc.parallel import fully_shard
 from overlapc.report import record
 from overlapc.schedule.model import Kind
 from overlapc.schedule.text import parse
+from tests.worlds import fake_world
 
 
 def block(x, w):
@@ -73,3 +79,33 @@ def test_dropout_inside_and_outside_of_a_checkpoint_equals_eager(wrapper):
         loss = run(x)
         results.append((loss, *torch.autograd.grad(loss, x)))
     torch.testing.assert_close(results[1], results[0])
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def part(self, x):
+        return F.dropout(self.first(x), 0.5).tanh() + F.dropout(self.second(x), 0.5).tanh()
+
+    def forward(self, x):
+        return checkpoint(self.part, checkpoint(self.part, x, use_reentrant=False), use_reentrant=False).sum()
+
+
+def test_the_states_of_a_sharded_model_are_saved_with_tensors_and_not_behind_its_mesh():
+    with fake_world(1):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Dropped()
+        sharded = copy.deepcopy(model)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        options = {"fallback_random": True, "warm_start": False}
+        results = []
+        for run in (model, torch.compile(sharded, backend="overlapc", fullgraph=True, options=options)):
+            torch.manual_seed(0)
+            loss = run(torch.ones(4, 8))
+            loss.backward()
+            results.append((loss, run.first.weight.grad))
+        torch.testing.assert_close(results[1][0], results[0][0])
+        torch.testing.assert_close(results[1][1].full_tensor(), results[0][1])

@@ -203,6 +203,13 @@ def tiny(mesh: DeviceMesh) -> Any:
     return shard(Tiny(layers=1), mesh["dp"], apply=fsdp2.fully_shard)
 
 
+def repeated(mesh: DeviceMesh) -> Any:
+    """Call one layer twice: it reduces the accumulated gradients in the backward of one call only."""
+    model = tiny(mesh)
+    model.layers.append(model.layers[0])
+    return model
+
+
 def with_head(mesh: DeviceMesh) -> Any:
     torch.manual_seed(0)
     model = Tiny(layers=1)
@@ -236,6 +243,7 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
     "in place, model.compile": (tiny, in_place, compiled_in_place),
     "each module, eager": (tiny, each_module, eager),
     "each module, compiled": (tiny, each_module, compiled),
+    "each module, one called twice": (repeated, each_module, compiled),
     "late, eager": (tiny, late, eager),
     "late, compiled": (tiny, late, compiled),
     "chunked head": (with_head, chunked_head, eager),
