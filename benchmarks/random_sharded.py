@@ -1,7 +1,8 @@
-"""Train random sharded models with overlapc and with eager FSDP2, and compare them.
+"""Train random sharded models with overlapc and with eager FSDP2, and compare them with one that is not sharded.
 
     torchrun --nproc-per-node 2 benchmarks/random_sharded.py --count 50
     torchrun --nproc-per-node 4 benchmarks/random_sharded.py --count 50 --report found.jsonl
+    torchrun --nproc-per-node 2 benchmarks/random_sharded.py --count 50 --device cuda
     torchrun --nproc-per-node 2 benchmarks/random_sharded.py --first 17 --count 1    # one seed again, with tracebacks
 
 A seed draws a model (attention, feed-forward, convolutions, a mixture of experts, low-rank adapters, norms, dropout,
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import random
 import sys
 import traceback
@@ -253,6 +255,8 @@ class Program:
         ):
             if dice.random() < share:
                 options[name] = dice.choice(values)
+        if options.get("wrapper") == "fx":
+            options.pop("memory", None)  # which only the other wrapper has
         return cls(seed, ranks, dim, settings, tuple(steps), options)
 
     def model(self) -> Model:
@@ -350,7 +354,7 @@ class Trained:
 
     def add(self, name: str, value: Tensor | None) -> None:
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        self.numbers[name] = torch.empty(0) if whole is None else whole.detach().to(torch.float64, copy=True)
+        self.numbers[name] = torch.empty(0) if whole is None else whole.detach().to("cpu", torch.float64, copy=True)
 
 
 def trained(program: Program, mesh: DeviceMesh, way: str) -> Trained:
@@ -359,7 +363,7 @@ def trained(program: Program, mesh: DeviceMesh, way: str) -> Trained:
     A rank's data depend on its index among the ranks that have different data.
     """
     torch._dynamo.reset()
-    model = program.model()
+    model = program.model().to(mesh.device_type)
     ours = way == "overlapc" and program.settings["by"] == "overlapc.fully_shard"
     if way != "plain":
         policy = policy_of(program.settings["precision"])
@@ -386,11 +390,14 @@ def trained(program: Program, mesh: DeviceMesh, way: str) -> Trained:
         if step.evaluates:
             model.eval()
             with torch.no_grad():
-                found.add(f"step {number}: loss of evaluation", _loss(call, step.batches[0], number + 100, place))
+                found.add(
+                    f"step {number}: loss of evaluation",
+                    _loss(call, step.batches[0], number + 100, place, mesh.device_type),
+                )
             model.train()
         for at, micro in enumerate(step.batches):
             with _reducing(model, micro.reduces, ours):
-                loss = _loss(call, micro, 10 * number + at, place)
+                loss = _loss(call, micro, 10 * number + at, place, mesh.device_type)
                 (loss / len(step.batches)).backward()
             found.add(f"step {number}.{at}: loss", loss)
         if way == "plain":
@@ -410,12 +417,12 @@ def trained(program: Program, mesh: DeviceMesh, way: str) -> Trained:
     return found
 
 
-def _loss(call: Any, micro: Micro, number: int, place: int) -> Tensor:
+def _loss(call: Any, micro: Micro, number: int, place: int, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * number + place)
-    tokens = torch.randint(VOCABULARY, (micro.rows, micro.length), generator=generator)
-    targets = torch.randint(VOCABULARY, (micro.rows, micro.length), generator=generator)
+    tokens = torch.randint(VOCABULARY, (micro.rows, micro.length), generator=generator).to(device)
+    targets = torch.randint(VOCABULARY, (micro.rows, micro.length), generator=generator).to(device)
     targets[0, 0] = 1  # at least one counts
-    mix = torch.rand(micro.rows, micro.length, 1, generator=generator) if micro.mixed else None
+    mix = torch.rand(micro.rows, micro.length, 1, generator=generator).to(device) if micro.mixed else None
     torch.manual_seed(number)  # for dropout
     result = call(tokens, targets=targets, mix=mix)
     if isinstance(result, Tensor):
@@ -490,10 +497,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50, help="number of seeds (default: 50)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--report", type=Path, help="append a line of JSON for each seed")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=RANK_TIMEOUT_S))
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=RANK_TIMEOUT_S))
     ranks, counts = dist.get_world_size(), dict[str, int]()
     for seed in range(args.first, args.first + args.count):
         program = Program.of(seed, ranks)
@@ -501,7 +512,7 @@ def main() -> int:
         if program.settings["replicas"] or program.settings["tensor parallel"]:
             shape, names = (2, 2), ("replicate", "dp") if program.settings["replicas"] else ("dp", "tp")
         verdicts: list[Any] = [None] * ranks
-        dist.all_gather_object(verdicts, judged(program, init_device_mesh("cpu", shape, mesh_dim_names=names)))
+        dist.all_gather_object(verdicts, judged(program, init_device_mesh(args.device, shape, mesh_dim_names=names)))
         worst = next((each for each in verdicts if each[0] != "right"), verdicts[0])
         counts[worst[0]] = counts.get(worst[0], 0) + 1
         if dist.get_rank() == 0:

@@ -10,6 +10,7 @@ import torch
 from overlapc.errors import OverlapcError
 from overlapc.fx.claim import CLAIM
 from overlapc.fx.random import ops as our_ops
+from overlapc.fx.taken_out import TAKEN_OUT
 
 aten = torch.ops.aten
 
@@ -25,6 +26,7 @@ _by_name: dict[str, Rule] = {}
 # Ops that are called deliberately, because their library kernels are the best choice: not counted as fallbacks.
 LIBRARY_CALLS: set[Any] = {
     CLAIM,
+    TAKEN_OUT,
     our_ops.seed.default,
     our_ops.seeds.default,
     aten.mm.default,

@@ -17,6 +17,9 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from overlapc.errors import CompileError
+from overlapc.fx.taken_out import TAKEN_OUT
+from overlapc.ir.ops import Extern
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
 from overlapc.passes.merging import after_renamed
@@ -31,6 +34,10 @@ from overlapc.schedule.verify import verify
 # Passes that keep the order of launches on each group. Tried in turn until a result has the agreed order over all
 # groups, which raising the launches of one group may change; the order that comes in has it.
 _PASSES = (("raise_collectives", "sink_waits"), ("sink_waits",), ())
+
+
+class SlotsInUse(CompileError):
+    """A graph has the agreed order of launches, but needs slots for copies longer than the graph that it follows."""
 
 
 def agreed_on(
@@ -138,11 +145,21 @@ def _in_order(schedule: Schedule, agreed: Agreed, ctx: Context) -> Schedule | No
         for position, member in zip(at, members, strict=True):
             place[position] = at[0]
             renamed[member] = name
+    _hurry(schedule, rank)
     order = _sorted(schedule, launches, place, rank)
     if order is None:
         return None
     made = tuple(after_renamed(nodes[at], renamed) for at in order)
     return Schedule(schedule.name, made, schedule.buffers, schedule.outputs, schedule.budget_bytes)
+
+
+def _hurry(schedule: Schedule, rank: list[int]) -> None:
+    """Let waits whose results are taken out of their slots, and these copies, run as soon as they can."""
+    waits = {name: at for at in schedule.started for name in schedule.nodes[at].writes}
+    for at, node in enumerate(schedule.nodes):
+        if isinstance(node.payload, Extern) and node.payload.target is TAKEN_OUT:
+            (wait,) = {waits[name] for name in node.reads}
+            rank[wait] = rank[at] = -1
 
 
 def _bucket(name: str, members: Sequence[Node], ctx: Context) -> Node | None:

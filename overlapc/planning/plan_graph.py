@@ -30,19 +30,21 @@ from overlapc.fx.attention_masks import attention_counts, attention_kernels
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.control import inline_control_deps
+from overlapc.fx.exchange import REDUCTIONS, refusal, travelling_bytes
 from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.graph_copy import copied
 from overlapc.fx.group_names import GroupNames
 from overlapc.fx.inferred_labels import infer_labels
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
+from overlapc.fx.taken_out import take_out
 from overlapc.fx.versions import donated_inputs
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start
 from overlapc.lowering import Communication
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed, Followed, forget_before_reset, key_of, to_follow
-from overlapc.planning.agreed_order import agreed_on, follow, may_run_beside
+from overlapc.planning.agreed_order import SlotsInUse, agreed_on, follow, may_run_beside
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.planning.dumps import Dumps
@@ -59,7 +61,8 @@ from overlapc.report.walk_through import walk_through
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
-from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
+from overlapc.schedule.collective_kinds import COPY
+from overlapc.schedule.model import COMMUNICATION, Comm, Estimate, Schedule
 from overlapc.units import human_bytes
 
 Passes = Callable[[Schedule, Context], Result]
@@ -126,7 +129,7 @@ def plan_graph(
     peers = peers_of_graph(communication, config)
     if peers is not None:
         forget_before_reset(peers)
-    captured = tuple((node.name, found.comm) for node, found in communication.items())
+    captured = tuple((node.name, as_sent(node, found.comm)) for node, found in communication.items())
     key = key_of(name, config) if peers and not tentative else None
     known: list[Agreed] = peers.agreed[key] if peers is not None and key is not None else []
     followed = to_follow(known, captured, peers) if peers is not None else None
@@ -233,7 +236,11 @@ def _stages(
     )
     before = copied(gm.graph) if config.transport == AUTO and transports.wanted and followed is None else None
     try:
-        planned = stages(transports=transports)
+        try:
+            planned = stages(transports=transports)
+        except SlotsInUse:
+            _take_out(gm, config, transports)
+            planned = stages(transports=transports)
         if followed is None:  # else it uses the memory that is open already
             _check_forward(planned.result.schedule)
         copies = transports.opened(planned.result.schedule) if opens_copies else {}
@@ -321,18 +328,27 @@ def _scheduled(
 
 def _following(followed: Followed[Agreed], schedule: Schedule, context: Context, transports: Transports) -> Result:
     """Return the best plan that has the agreed order and copy layouts; CompileError if there is none."""
+    refusal: type[CompileError] = CompileError
     obstacle, hint = "data dependences", '{"reorder_collectives": False} keeps the order of the program in every graph'
     for result in follow(schedule, followed, context):
         if may_run_beside(agreed_on(schedule, result, collective_lines(result.schedule), followed), followed):
             if transports.fits(result.schedule):
                 return result
-            obstacle, hint = "memory slots for copies", '{"transport": "nccl"} uses no copies'
-    raise CompileError(
+            refusal, obstacle, hint = SlotsInUse, "memory slots for copies", '{"transport": "nccl"} uses no copies'
+    raise refusal(
         f"{schedule.name}: this function was compiled before for other sizes or arguments, and other ranks may run that"
         f" graph in the same step. So this graph has to launch its collectives in the same order, which its {obstacle}"
         f" do not allow (optimizer steps so far: {STEPS.stepped})"
         f"\nhint: options={hint}; torch.compile(..., dynamic=True) compiles one graph for all sizes"
     )
+
+
+def _take_out(gm: GraphModule, config: Config, transports: Transports) -> None:
+    """Copy the results of collectives by copies out of their slots as soon as they arrive."""
+    collectives = transports.chosen(find_collectives(gm.graph, config.safe_communication))
+    waits = [wait for collective in collectives if collective.comm.via == COPY for wait in collective.waits]
+    take_out(waits)
+    count("results_taken_out_of_slots", len(waits))
 
 
 # --- communication and agreement
@@ -357,6 +373,17 @@ def peers_of_graph(communication: Mapping[Node, Communication], config: Config) 
     groups = {found.comm.ranks for found in communication.values() if found.comm.ranks}
     ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
     return peers_of(ranks)
+
+
+def as_sent(start: Node, comm: Comm) -> Comm:
+    """Return `comm` with the bytes that an exchange in place of a reduction would send.
+
+    Gradients of earlier micro-batches, which a step adds before it reduces, make them float32: all ranks then compile
+    another graph.
+    """
+    if start.target in REDUCTIONS and refusal(start) is None:
+        return replace(comm, bytes=travelling_bytes(start))
+    return comm
 
 
 def collective_lines(schedule: Schedule) -> list[str]:

@@ -124,6 +124,42 @@ def check_layouts(outcomes: list[list[dict[str, Any]]]) -> None:
         assert warm["copied"] > 0
 
 
+class Late(nn.Module):
+    """Layers of equal size, of which the first one's weight may be read once more after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, again: bool) -> Tensor:
+        y = x
+        for layer in self.layers:
+            y = layer(y).tanh()
+        return (y @ self.layers[0].weight if again else y).square().sum()
+
+
+def read_again() -> tuple[list[float], list[float], int]:
+    """Return losses with and without overlapc of a graph that needs slots longer than the one that it follows, and how
+    many results it took out of slots."""
+    torch.manual_seed(0)
+    plain = Late()
+    x = torch.randn(4, 16)
+    expected = [plain(x, again).item() for again in (False, True)]
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in plain.layers:
+        overlapc.fully_shard(layer, mesh=mesh)
+    options = {"transport": "copy", "passes": "none", "warm_start": False}
+    step = torch.compile(overlapc.fully_shard(plain, mesh=mesh), backend="overlapc", options=options)
+    with torch.no_grad():
+        return [step(x, again).item() for again in (False, True)], expected, counted("results_taken_out_of_slots")
+
+
+def test_a_graph_that_needs_slots_longer_than_the_one_it_follows_takes_results_out() -> None:
+    for losses, expected, taken_out in values_on_ranks(read_again, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert taken_out == 4
+
+
 # Rows of four ranks in two replica groups, each of which holds the whole model.
 ROWS_OF_FOUR = [(8, 8, 8, 8), (8, 8, 8, 5), (8, 3, 8, 8)]
 
