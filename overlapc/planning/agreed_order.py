@@ -145,7 +145,6 @@ def _in_order(schedule: Schedule, agreed: Agreed, ctx: Context) -> Schedule | No
         for position, member in zip(at, members, strict=True):
             place[position] = at[0]
             renamed[member] = name
-    _hurry(schedule, rank)
     order = _sorted(schedule, launches, place, rank)
     if order is None:
         return None
@@ -153,13 +152,24 @@ def _in_order(schedule: Schedule, agreed: Agreed, ctx: Context) -> Schedule | No
     return Schedule(schedule.name, made, schedule.buffers, schedule.outputs, schedule.budget_bytes)
 
 
-def _hurry(schedule: Schedule, rank: list[int]) -> None:
-    """Let waits whose results are taken out of their slots, and these copies, run as soon as they can."""
-    waits = {name: at for at in schedule.started for name in schedule.nodes[at].writes}
+def _one_at_a_time(schedule: Schedule, launches: Sequence[Launch]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of positions of which the first must run before the second, so that slots of only one launch are in
+    use: results are taken out of them before what the next launch sends is written. None if no results are taken out.
+    """
+    launch_of = {schedule.position(member): at for at, (_, members) in enumerate(launches) for member in members}
+    start_of = {name: start for wait, start in schedule.started.items() for name in schedule.nodes[wait].writes}
+    copies: dict[int, list[int]] = {}  # launch -> copies of its results
+    senders: dict[int, list[int]] = {}  # launch -> nodes that write what it sends, and what only later launches send
     for at, node in enumerate(schedule.nodes):
         if isinstance(node.payload, Extern) and node.payload.target is TAKEN_OUT:
-            (wait,) = {waits[name] for name in node.reads}
-            rank[wait] = rank[at] = -1
+            for launch in {launch_of[start_of[name]] for name in node.reads if start_of[name] in launch_of}:
+                copies.setdefault(launch, []).append(at)
+        readers = {schedule.position(reader.name) for name in node.writes for reader in schedule.readers(name)}
+        if readers and readers <= launch_of.keys():
+            senders.setdefault(min(launch_of[reader] for reader in readers), []).append(at)
+    for launch, (_, members) in enumerate(launches[1:], 1):
+        later = [*map(schedule.position, members), *senders.get(launch, ())]
+        yield from itertools.product(copies.get(launch - 1, ()), later)
 
 
 def _bucket(name: str, members: Sequence[Node], ctx: Context) -> Node | None:
@@ -187,9 +197,10 @@ def _sorted(
     in_launches = {member for _, members in launches for member in members}
     in_order = [place[schedule.position(members[0])] for _, members in launches]
     rest = [place[schedule.position(name)] for name, _ in _collectives(schedule) if name not in in_launches]
-    for chain in (in_order, rest):
-        for one, other in itertools.pairwise(chain):
-            after[one].add(other)
+    for one, other in itertools.chain(*map(itertools.pairwise, (in_order, rest))):
+        after[one].add(other)
+    for one, other in _one_at_a_time(schedule, launches):
+        after[place[one]].add(place[other])
     waiting = dict.fromkeys(after, 0)
     for others in after.values():
         for at in others:

@@ -18,6 +18,7 @@ from overlapc.fusion import FusionReport, combine, fuse_before_combining, fuse_o
 from overlapc.fx.gathers import shard_pads
 from overlapc.fx.precision import is_coarse, note_coarse_once
 from overlapc.fx.repeats import KEPT, Repeats, find_repeats, place_results
+from overlapc.fx.taken_out import TAKEN_OUT
 from overlapc.ir.body import Body
 from overlapc.ir.ops import LoweredGraph, tree_leaves
 from overlapc.lowering import Communication, lower
@@ -62,11 +63,17 @@ class GraphToFuse:
         self.dumps.write("ir", "lowered", lambda: str(lowered))
         measure = self._kernel_times(lowered)
         with phase("fusion"):
-            alone = shard_pads(self.gm.graph)
             ops, report = fuse_ops(
-                lowered, config.fusion, self.freeable, measure=measure, refuse=_refuse_fused, alone=alone
+                lowered, config.fusion, self.freeable, measure=measure, refuse=_refuse_fused, alone=self._alone()
             )
         return replace(lowered, ops=ops), report
+
+    def _alone(self) -> Collection[str]:
+        """Return the nodes whose kernels share no launch."""
+        graph = self.gm.graph
+        if graph.find_nodes(op="call_function", target=TAKEN_OUT):  # one launch would fill the slots of several ones
+            return [node.name for node in graph.nodes]
+        return shard_pads(graph)
 
     def _repeats(self) -> Repeats | None:
         def same(node: Node) -> Hashable:
@@ -93,7 +100,7 @@ class GraphToFuse:
             graph = layers.written(ops)
             if graph is None:
                 return None
-            ops = combine(graph.ops, graph, report, self.freeable, shard_pads(self.gm.graph))
+            ops = combine(graph.ops, graph, report, self.freeable, self._alone())
         self.dumps.write("ir", "lowered", lambda: f"{layers}\n{lowered}")
         return replace(graph, ops=ops), report
 
