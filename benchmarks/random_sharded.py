@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from random_peaks import FeedForward
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -68,19 +69,6 @@ class Attention(nn.Module):
         k, v = (part.unflatten(-1, (self.kept, -1)).transpose(1, 2) for part in self.key_value(x).chunk(2, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.kept < self.heads)
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    """Two matrices, or three with a gate."""
-
-    def __init__(self, dim: int, hidden: int, gated: bool) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
-        self.gate = nn.Linear(dim, hidden, bias=False) if gated else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
-        return self.down(F.gelu(up) if self.gate is None else F.silu(self.gate(x)) * up)
 
 
 class Convolution(nn.Module):

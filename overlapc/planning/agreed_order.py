@@ -39,6 +39,11 @@ _PASSES = (("raise_collectives", "sink_waits"), ("sink_waits",), ())
 class SlotsInUse(CompileError):
     """A graph has the agreed order of launches, but needs slots for copies longer than the graph that it follows."""
 
+    def __init__(self, text: str, starts: Collection[str]) -> None:
+        """starts: the collectives whose results are in slots until their last reader."""
+        super().__init__(text)
+        self.starts = starts
+
 
 def agreed_on(
     schedule: Schedule, result: Result, lines: Sequence[str], followed: Followed[Agreed] | None = None
@@ -154,8 +159,8 @@ def _in_order(schedule: Schedule, agreed: Agreed, ctx: Context) -> Schedule | No
 
 def _one_at_a_time(schedule: Schedule, launches: Sequence[Launch]) -> Iterator[tuple[int, int]]:
     """Yield pairs of positions of which the first must run before the second, so that slots of only one launch are in
-    use: results are taken out of them before what the next launch sends is written. None if no results are taken out.
-    """
+    use: results are taken out of them before what the next launch sends is written. Without such copies there are no
+    pairs."""
     launch_of = {schedule.position(member): at for at, (_, members) in enumerate(launches) for member in members}
     start_of = {name: start for wait, start in schedule.started.items() for name in schedule.nodes[wait].writes}
     copies: dict[int, list[int]] = {}  # launch -> copies of its results

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from overlapc.autotune import Tuning, tune
 from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
-from overlapc.codegen.copies import Copied, laid_out_bytes, peak_before, peak_with_pools
+from overlapc.codegen.copies import Copied, forms_of, laid_out_bytes, peak_before, peak_with_pools
 from overlapc.codegen.sources import Sources, compile_ahead, with_scratch
 from overlapc.config import Config
 from overlapc.errors import CompileError, MemoryBudgetError, NoSharedMemory
@@ -61,7 +61,6 @@ from overlapc.report.walk_through import walk_through
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
-from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.model import COMMUNICATION, Comm, Estimate, Schedule
 from overlapc.units import human_bytes
 
@@ -236,11 +235,7 @@ def _stages(
     )
     before = copied(gm.graph) if config.transport == AUTO and transports.wanted and followed is None else None
     try:
-        try:
-            planned = stages(transports=transports)
-        except SlotsInUse:
-            _take_out(gm, config, transports)
-            planned = stages(transports=transports)
+        planned = _in_slots(stages, gm, config, transports)
         if followed is None:  # else it uses the memory that is open already
             _check_forward(planned.result.schedule)
         copies = transports.opened(planned.result.schedule) if opens_copies else {}
@@ -257,6 +252,20 @@ def _stages(
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
     return replace(planned, copies=copies, not_copied=transports.reasons, divided=list(transports.divided.values()))
+
+
+def _in_slots(stages: Callable[..., Planned], gm: GraphModule, config: Config, transports: Transports) -> Planned:
+    """Plan with copies. If a graph needs slots longer than the one that it follows, it copies results out of them."""
+    try:
+        return stages(transports=transports)
+    except SlotsInUse as error:
+        collectives = find_collectives(gm.graph, config.safe_communication)
+        waits = [
+            wait for collective in collectives if collective.start.name in error.starts for wait in collective.waits
+        ]
+        take_out(waits)
+        count("results_taken_out_of_slots", len(waits))
+        return stages(transports=transports)
 
 
 def _scheduled(
@@ -328,27 +337,20 @@ def _scheduled(
 
 def _following(followed: Followed[Agreed], schedule: Schedule, context: Context, transports: Transports) -> Result:
     """Return the best plan that has the agreed order and copy layouts; CompileError if there is none."""
-    refusal: type[CompileError] = CompileError
+    refuse: Callable[[str], CompileError] = CompileError
     obstacle, hint = "data dependences", '{"reorder_collectives": False} keeps the order of the program in every graph'
     for result in follow(schedule, followed, context):
         if may_run_beside(agreed_on(schedule, result, collective_lines(result.schedule), followed), followed):
             if transports.fits(result.schedule):
                 return result
-            refusal, obstacle, hint = SlotsInUse, "memory slots for copies", '{"transport": "nccl"} uses no copies'
-    raise refusal(
+            refuse = partial(SlotsInUse, starts=[name for name, form in forms_of(schedule).items() if form.in_pool])
+            obstacle, hint = "memory slots for copies", '{"transport": "nccl"} uses no copies'
+    raise refuse(
         f"{schedule.name}: this function was compiled before for other sizes or arguments, and other ranks may run that"
         f" graph in the same step. So this graph has to launch its collectives in the same order, which its {obstacle}"
         f" do not allow (optimizer steps so far: {STEPS.stepped})"
         f"\nhint: options={hint}; torch.compile(..., dynamic=True) compiles one graph for all sizes"
     )
-
-
-def _take_out(gm: GraphModule, config: Config, transports: Transports) -> None:
-    """Copy the results of collectives by copies out of their slots as soon as they arrive."""
-    collectives = transports.chosen(find_collectives(gm.graph, config.safe_communication))
-    waits = [wait for collective in collectives if collective.comm.via == COPY for wait in collective.waits]
-    take_out(waits)
-    count("results_taken_out_of_slots", len(waits))
 
 
 # --- communication and agreement
