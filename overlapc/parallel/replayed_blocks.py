@@ -475,6 +475,8 @@ def _results(result: Any, inside: set[fx.Node], given: Sequence[fx.Node]) -> Any
     memory = node.meta["example_value"].untyped_storage()._cdata
     for each in given:
         value = each.meta["example_value"]
+        if not isinstance(value, torch.Tensor):  # the mesh of a DTensor
+            continue
         if getattr(value, "_local_tensor", value).untyped_storage()._cdata == memory:
             raise Unfit("it returns a view of an input")
     return node
