@@ -75,8 +75,8 @@ def combine(
 ) -> list[IROp]:
     """Return `ops` with kernels combined into launches, each into the first launch of its kind that can take it.
 
-    freeable: inputs that only the graph holds. alone: nodes whose kernels keep their launches, because they are of
-    another kind on other ranks. The launches are added to `report`.
+    freeable: inputs that only the graph holds. alone: nodes whose kernels share no launch. The launches are added to
+    `report`.
     """
     alone = frozenset(alone)
     groups = Groups(ops, graph, freeable)

@@ -126,7 +126,7 @@ def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Nod
     count = 0
     results = FakeResults()  # the reductions of equal layers are alike
     for start in list(graph.nodes):
-        if start.op == "call_function" and start.target in REDUCTIONS and refusal(start) is None:
+        if may_be_exchanged(start):
             place = place_of(start)
             if place is not None:
                 _exchange(start, place, results)
@@ -148,6 +148,11 @@ def gather_by_hosts(start: fx.Node, place: Place) -> None:
     wait.replace_all_uses_with(NodeWriter(wait, start).call(_c10d.wait_tensor.default, within))
     wait.graph.erase_node(wait)
     start.graph.erase_node(start)
+
+
+def may_be_exchanged(start: fx.Node) -> bool:
+    """Whether a node starts a reduction that can be written as an exchange and a sum."""
+    return start.op == "call_function" and start.target in REDUCTIONS and refusal(start) is None
 
 
 def travelling_bytes(start: fx.Node) -> int:

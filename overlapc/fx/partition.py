@@ -42,7 +42,7 @@ from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import backward_nodes, recompute_expansions, recompute_sums
-from overlapc.fx.rng_state import describe, save_states_as_tensors, unwrap_attention
+from overlapc.fx.rng_state import describe, put_states_before_objects, unwrap_attention
 from overlapc.fx.saved_sizes import save_sizes
 from overlapc.fx.versions import return_no_tangents
 
@@ -96,7 +96,7 @@ def partition(
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )
-    save_states_as_tensors(forward, backward, num_fwd_outputs)
+    put_states_before_objects(forward, backward, num_fwd_outputs)
     draw_early(backward.graph)
     drop_copies(forward.graph, num_fwd_outputs, copies)
     save_sizes(forward, backward, num_fwd_outputs)

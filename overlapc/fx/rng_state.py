@@ -3,8 +3,8 @@
 torch's partitioner wraps every op that may be random, so that backward can repeat it with the same generator state:
 `run_and_save_rng_state(bernoulli, p)` in forward, `run_with_rng_state(state, bernoulli, p)` in backward. The wrapped
 calls have no fake values; `describe` adds them. Attention without dropout draws no random numbers, although its op is
-tagged as random: `unwrap_attention` restores the plain calls, and no state is saved. The states are tensors, but stand
-behind all that forward saves except sizes: `save_states_as_tensors` moves them.
+tagged as random: `unwrap_attention` restores the plain calls, and no state is saved. torch's partitioner appends the
+states to what forward saves, and `put_states_before_objects` moves them to the other tensors.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     backward.recompile()
 
 
-def save_states_as_tensors(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
-    """Move what is no tensor, such as the DeviceMesh of a DTensor, behind the generator states that forward saves:
-    AOTAutograd expects tensors, then objects, then sizes. torch's partitioner only keeps the sizes last (torch 2.13).
+def put_states_before_objects(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
+    """Move saved objects, such as the DeviceMesh of a DTensor, behind the generator states that forward saves.
+
+    AOTAutograd expects forward to save tensors first, then objects, then sizes. torch's partitioner puts the states,
+    which are tensors, before the sizes, but behind the objects (torch 2.13).
     """
     output = forward.graph.output_node()
     results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
@@ -54,9 +56,9 @@ def save_states_as_tensors(forward: fx.GraphModule, backward: fx.GraphModule, fo
     output.args = ((*results[:forward_outputs], *tensors, *objects, *rest),)
     arguments = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     taken = {node.args[0] for node in backward.graph.nodes if node.target is run_with_rng_state}
-    last = [node for node in arguments.values() if node in taken][-1]
+    last_state = [node for node in arguments.values() if node in taken][-1]
     for node in reversed(objects):
-        last.append(arguments[node.name])
+        last_state.append(arguments[node.name])
     forward.recompile()
     backward.recompile()
 

@@ -30,7 +30,7 @@ from overlapc.fx.attention_masks import attention_counts, attention_kernels
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.control import inline_control_deps
-from overlapc.fx.exchange import REDUCTIONS, refusal, travelling_bytes
+from overlapc.fx.exchange import may_be_exchanged, travelling_bytes
 from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.graph_copy import copied
 from overlapc.fx.group_names import GroupNames
@@ -380,10 +380,10 @@ def peers_of_graph(communication: Mapping[Node, Communication], config: Config) 
 def as_sent(start: Node, comm: Comm) -> Comm:
     """Return `comm` with the bytes that an exchange in place of a reduction would send.
 
-    Gradients of earlier micro-batches, which a step adds before it reduces, make them float32: all ranks then compile
-    another graph.
+    A step that adds gradients of earlier micro-batches before it reduces them sends float32 where other steps send
+    bfloat16. All ranks take such a step together, so all of them compile its graph.
     """
-    if start.target in REDUCTIONS and refusal(start) is None:
+    if may_be_exchanged(start):
         return replace(comm, bytes=travelling_bytes(start))
     return comm
 
