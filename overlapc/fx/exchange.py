@@ -1,23 +1,24 @@
 """Reductions as an exchange and a sum: each rank receives all contributions to its part, and adds them up itself.
 
     r = wait(reduce_scatter(cast(g), "avg"))
- -> p = wait(exchange(g)); r = (cast(p[0]) + cast(g[1]) + cast(p[1]) + ...) / ranks    (on rank 1)
+ -> p = wait(exchange(g)); r = sum_of_parts(g[rank], p, rank) / ranks
 
 A ring reduces at each hop, so data are sent in the dtype of the sum. Here gradients are sent as they were computed
-(half the bytes for bfloat16), added in float32 in the order of ranks, and rounded once. The sum consists of plain ops,
-which fuse with their readers into one generated kernel. It reads this rank's own part from the input, and the other
-ranks' parts from the result of the exchange; so the graphs of ranks differ only in which part is their own. An
-all-reduce becomes the same, followed by a gather of the sums:
+(half the bytes for bfloat16), added in float32 in the order of ranks, and rounded once. The sum is element-wise, so it
+fuses with its readers into one generated kernel. It reads this rank's own part from the input, and the other ranks'
+parts from the result of the exchange. It is a single op because ranks have to plan the same graph: in a chain of
+additions, the first one that needs the exchange would differ between ranks. An all-reduce becomes the same, followed
+by a gather of the sums:
 
     r = wait(all_reduce(cast(g), "sum"))
- -> p = wait(exchange(flat(g))); s = cast(p[0]) + cast(flat(g)[1]) + ...; r = wait(all_gather(s))
+ -> p = wait(exchange(flat(g))); s = sum_of_parts(flat(g)[rank], p, rank); r = wait(all_gather(s))
 
 A group with several ranks on each of several hosts first adds up within each host; the library then reduces across
 hosts, in float32, one share for each rank of a host. Gathers go the other way: first across hosts, among the ranks that
 have the same place on their hosts, then within each host.
 
     r = wait(reduce_scatter(cast(g), "avg"))
- -> p = wait(exchange(g, within, blocks=hosts)); s = cast(p[0]) + cast(g[1]) + ...
+ -> p = wait(exchange(g, within, blocks=hosts)); s = sum_of_parts(g[:, rank], p, rank)
     r = wait(reduce_scatter(s, "sum", across)) / ranks
 
     w = wait(all_gather(p))
@@ -43,8 +44,10 @@ aten, prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 _library = torch.library.Library("overlapc", "FRAGMENT")
 _library.define("exchange(Tensor given, int ranks, str group_name, int blocks=1) -> Tensor")
 _library.define("gather_blocks(Tensor shard, int ranks, str group_name, int blocks) -> Tensor")
+_library.define("sum_of_parts(Tensor own, Tensor others, int rank, ScalarType dtype) -> Tensor")
 EXCHANGE = torch.ops.overlapc.exchange.default
 GATHER_BLOCKS = torch.ops.overlapc.gather_blocks.default
+SUM_OF_PARTS = torch.ops.overlapc.sum_of_parts.default
 
 
 def _fake_exchange(given: Tensor, ranks: int, group: str, blocks: int = 1) -> Tensor:
@@ -53,6 +56,10 @@ def _fake_exchange(given: Tensor, ranks: int, group: str, blocks: int = 1) -> Te
 
 def _fake_gather(shard: Tensor, ranks: int, group: str, blocks: int) -> Tensor:
     return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
+
+
+def _fake_sum(own: Tensor, others: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    return own.new_empty(own.shape, dtype=dtype)
 
 
 # These two implementations serve graphs that run without the copy transport, so they block inside. Where copies carry
@@ -83,8 +90,21 @@ def gathered_blocks(shard: Tensor, ranks: int, group: str, blocks: int) -> Tenso
     return parts.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
+@torch.library.impl(_library, "sum_of_parts", "CompositeExplicitAutograd")
+def summed_parts(own: Tensor, others: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum of all ranks' parts, each converted to `dtype`, added in the order of ranks.
+
+    own: this rank's part. others: the other ranks' parts, in order of rank along a dim before the dims of `own`.
+    """
+    total, *parts = (part.to(dtype) for part in (*others[:rank], own, *others[rank:]))
+    for part in parts:
+        total = total + part
+    return total.contiguous()
+
+
 torch.library.register_fake("overlapc::exchange", _fake_exchange, lib=_library)
 torch.library.register_fake("overlapc::gather_blocks", _fake_gather, lib=_library)
+torch.library.register_fake("overlapc::sum_of_parts", _fake_sum, lib=_library)
 
 
 def blocks_of(target: Any, args: Sequence[Any]) -> int:
@@ -206,12 +226,7 @@ def _exchange(start: fx.Node, place: Place, results: FakeResults) -> None:
     here = write.call(aten.view.default, given, [*blocks, ranks, rows, *value.shape[1:]])
     own = write.call(aten.select.int, here, len(blocks), rank)
     adds_in = torch.float64 if dtype == torch.float64 else torch.float32
-    total: fx.Node | None = None
-    for at in range(ranks):
-        part = own if at == rank else write.call(aten.select.int, parts, 0, at - (at > rank))
-        part = _cast(write, part, adds_in)
-        total = part if total is None else write.call(aten.add.Tensor, total, part)
-    assert total is not None
+    total = write.call(SUM_OF_PARTS, own, parts, rank, adds_in)
     if hosts > 1:
         total = _across_hosts(write, total, place, whole=whole)
     if how == "avg":

@@ -3,6 +3,7 @@
 from overlapc.lowering import (
     asserts,
     embedding,
+    exchange,
     flex_attention,
     foreach,
     indexing,
@@ -25,6 +26,7 @@ __all__ = [
     "Communication",
     "asserts",
     "embedding",
+    "exchange",
     "flex_attention",
     "foreach",
     "indexing",

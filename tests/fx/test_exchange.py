@@ -8,8 +8,17 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.fx.communication import is_asynchronous
-from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
+from overlapc.fx.exchange import (
+    EXCHANGE,
+    SUM_OF_PARTS,
+    Place,
+    exchange_reductions,
+    gather_by_hosts,
+    refusal,
+    travelling_bytes,
+)
 from overlapc.fx.node_writer import fake_result
+from overlapc.runtime.counters import counted
 from tests.worlds import fake_world
 
 _c10d = torch.ops._c10d_functional
@@ -20,11 +29,11 @@ def reduced(given: Tensor, group: str, how: str = "avg") -> Tensor:
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(given, how, RANKS, group))
 
 
-def exchanged(function, *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
-    """Return the rewritten graph and its exchange."""
+def exchanged(function, *inputs: Tensor, rank: int = 1) -> tuple[fx.GraphModule, fx.Node]:
+    """Return the rewritten graph of `rank` and its exchange."""
     with fake_world(RANKS) as group:
         gm = make_fx(lambda *given: function(*given, group), tracing_mode="fake")(*inputs)
-        assert exchange_reductions(gm, lambda start: Place(1, RANKS)) == 1
+        assert exchange_reductions(gm, lambda start: Place(rank, RANKS)) == 1
         (start,) = gm.graph.find_nodes(op="call_function", target=EXCHANGE)
     return gm, start
 
@@ -50,8 +59,8 @@ def test_a_gradient_cast_to_float32_is_sent_in_bfloat16(before):
     assert (sent.dtype, sent.is_contiguous()) == (torch.bfloat16, True)
     assert gm.graph.output_node().args[0].meta["val"].dtype == torch.float32
     found = ops(gm)
-    assert (found["add"], found["div"]) == (RANKS - 1, 1)
-    assert found["convert_element_type"] == RANKS, "the cast before the reduction is gone"
+    assert (found["sum_of_parts"], found["div"]) == (1, 1)
+    assert found["convert_element_type"] == found["_to_copy"] == 0, "the cast before the reduction is gone"
 
 
 @pytest.mark.parametrize(
@@ -71,10 +80,27 @@ def test_a_gradient_cast_to_float32_is_sent_in_bfloat16(before):
 def test_numbers_that_a_cast_would_change_are_sent_in_their_dtype(function, travels):
     gm, start = exchanged(function, torch.randn(8, 12))
     assert start.args[0].meta["val"].dtype == travels
-    adds = [
-        node.meta["val"].dtype for node in gm.graph.nodes if node.op == "call_function" and "add" in str(node.target)
-    ]
-    assert set(adds) == {torch.float64 if travels == torch.float64 else torch.float32}
+    (total,) = gm.graph.find_nodes(op="call_function", target=SUM_OF_PARTS)
+    assert total.meta["val"].dtype == (torch.float64 if travels == torch.float64 else torch.float32)
+
+
+def test_all_ranks_get_the_same_graph_except_for_their_numbers():
+    graphs = []
+    for rank in range(RANKS):
+        gm, _ = exchanged(lambda x, group: reduced(x.float(), group), torch.randn(8, 12).bfloat16(), rank=rank)
+        graphs.append([(node.name, [arg.name for arg in node.all_input_nodes]) for node in gm.graph.nodes])
+    assert all(graph == graphs[0] for graph in graphs)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_generated_sum_of_parts_adds_in_the_order_of_ranks(rank):
+    parts = torch.randn(3, 40, 3).bfloat16()
+    own, others = parts[rank], torch.cat([parts[:rank], parts[rank + 1 :]])
+    compiled = torch.compile(lambda *given: SUM_OF_PARTS(*given, rank, torch.float32), backend="overlapc")
+    expected = parts[0].float() + parts[1].float() + parts[2].float()
+    assert torch.equal(compiled(own, others), expected)
+    assert torch.equal(SUM_OF_PARTS(own, others, rank, torch.float32), expected)
+    assert not counted("fallbacks")
 
 
 def test_only_an_average_is_divided():
@@ -110,7 +136,7 @@ def test_an_all_reduce_is_an_exchange_a_sum_and_a_gather(shape):
     assert gather.args[0].meta["val"].dtype == torch.float32
     result = gm.graph.output_node().args[0].meta["val"]
     assert (result.shape, result.dtype) == (x.shape, torch.float32)
-    assert ops(gm)["add"] == RANKS - 1
+    assert ops(gm)["sum_of_parts"] == 1
 
 
 HOSTS = Place(1, RANKS // 2, hosts=2, within="", across="")
