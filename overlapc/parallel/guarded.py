@@ -5,14 +5,18 @@ torch 2.12 and later have the same information (`GuardCheckSpec`), in a slightly
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch._dynamo.source import AttrSource, NNModuleSource
 from torch._guards import ChainedSource, Guard, Source
 from torch._library.opaque_object import get_opaque_obj_info
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class _Same:
@@ -25,6 +29,60 @@ class _Same:
         return isinstance(other, _Same) and self.value is other.value
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class _Doing(_Same):
+    """A function compared by what it does: torch's tensor parallelism gives each module hooks of its own."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Doing) and _do_the_same(self.value, other.value)
+
+    __hash__ = None
+
+
+def _do_the_same(one: Any, other: Any) -> bool:
+    """Whether functions, or values that they hold, must do the same: they have equal code over values that do the same.
+
+    Objects are compared by identity, except for constants, and for styles of tensor parallelism with their meshes.
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, DeviceMesh):
+        return bool(one == other) and _group_names(one) == _group_names(other)
+    parts_of = _of_style if isinstance(one, ParallelStyle) else _PARTS.get(type(one))
+    if parts_of is None:
+        return isinstance(one, int | float | str | Placement) and one == other
+    mine, theirs = parts_of(one), parts_of(other)
+    return len(mine) == len(theirs) and all(map(_do_the_same, mine, theirs))
+
+
+def _group_names(mesh: DeviceMesh) -> list[str]:
+    return [group.group_name for group in mesh.get_all_groups()]
+
+
+def _of_function(function: FunctionType) -> Sequence[Any]:
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [function.__code__, id(function.__globals__), function.__defaults__, function.__kwdefaults__, *cells]
+
+
+def _of_dictionary(values: dict[Any, Any]) -> Sequence[Any]:
+    return [*values.keys(), *values.values()]
+
+
+def _of_style(style: ParallelStyle) -> Sequence[Any]:
+    return _of_dictionary(vars(style))
+
+
+_PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
+    FunctionType: _of_function,
+    MethodType: lambda method: [method.__func__, method.__self__],
+    partial: lambda function: [function.func, function.args, function.keywords],
+    dict: _of_dictionary,
+    tuple: tuple,
+    list: tuple,
+}
 
 
 Compared = Callable[[dict[str, Any], Any], Any]  # takes the guard's keywords and a value
@@ -65,9 +123,10 @@ def _opaque(given: dict[str, Any], value: Any) -> Any:
 
 _COMPARED: dict[str, Compared] = {
     **dict.fromkeys(
-        ("ID_MATCH", "NN_MODULE", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "CLOSURE_MATCH"),
+        ("ID_MATCH", "NN_MODULE", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH"),
         lambda given, value: _Same(value),
     ),
+    "CLOSURE_MATCH": lambda given, value: _Doing(value),
     **dict.fromkeys(
         ("BOOL_MATCH", "NONE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "DTENSOR_SPEC_MATCH"), lambda given, value: value
     ),

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import fx
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo.current_scope_id import current_scope_id, enter_new_scope
 from torch._dynamo.guards import install_guard
-from torch._dynamo.source import UnspecializedNNModuleSource
+from torch._dynamo.source import AttrSource, UnspecializedNNModuleSource
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
@@ -40,6 +39,11 @@ from overlapc.parallel.guarded import Compared, compared, is_within, subject
 from overlapc.runtime.counters import count
 
 _BLOCKS = "overlapc_blocks"  # attribute of Dynamo's tracer of a graph: the traced blocks, by the form of their inputs
+# attributes of a module: its hooks -> the hooks among them that are called in another way
+_HOOKS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
 _UNREADABLE = (AttributeError, LookupError, TypeError)  # raised for a source that has no value
 
 
@@ -244,9 +248,7 @@ class _Recording:
             nodes=nodes,
             captured=captured,
             checks=self._checks(),
-            key_orders={
-                each: list(_value(self._tx, each, {})) for each in output.guard_on_key_order if is_within(each, root)
-            },
+            keys={each: _keys(self._tx, each, {}) for each in output.guard_on_key_order if is_within(each, root)},
             result=_results(result, inside, [*self._inputs.tensors, *captured]),
         )
 
@@ -272,7 +274,7 @@ class _Recording:
                 raise Unfit(f"it has a guard of kind {guard.create_fn_name()}")
             source, given = subject(guard)
             value = _value(self._tx, source, cache)
-            kept = value if isinstance(value, str | FunctionType) else None
+            kept = value if isinstance(value, str) else None
             found.append(_Check(guard, source, given, compare, kept, type(value), compare(given, value)))
         return found
 
@@ -285,7 +287,7 @@ class _Check:
     source: Source  # of the value that is compared
     given: dict[str, Any]  # the guard's other arguments
     compare: Compared
-    value: str | FunctionType | None  # the value if it is one of these: guards compare only a function's code
+    value: str | None  # the value if it is text: it may name a parameter
     kind: type
     expected: Any
 
@@ -311,7 +313,7 @@ class _Block:
     nodes: list[fx.Node]
     captured: dict[fx.Node, Source]  # graph inputs that its module holds
     checks: list[_Check]
-    key_orders: dict[Source, list[Any]]  # the keys of dictionaries that were iterated over
+    keys: dict[Source, list[Any]]  # of dictionaries that were iterated over, in order
     result: Any  # a node, or a tuple of nodes
 
     def replayed(self, tx: Any, inputs: _Inputs) -> Any:
@@ -320,19 +322,17 @@ class _Block:
             return None
         named = _Renamed(self.inputs.root, inputs.root)
         cache: dict[Source, Any] = {}
-        keys: dict[str, str] = {}
+        params: dict[str, str] = {}  # keys of the traced block's parameters -> keys of this block's
         for check in self.checks:
             value = _value(tx, named(check.source), cache)
             other = value if check.same is None else _value(tx, named(check.same), cache)
             if other is not value:
                 return None
-            if isinstance(check.value, FunctionType) and value is not check.value:
-                return None
             if isinstance(check.value, str) and _equal_parameters(check.value, value):
-                keys[check.value] = value
+                params[check.value] = value
             elif type(value) is not check.kind or check.compare(check.given, value) != check.expected:
                 return None
-        if any(list(_value(tx, named(source), cache)) != order for source, order in self.key_orders.items()):
+        if any(_keys(tx, named(source), cache) != keys for source, keys in self.keys.items()):
             return None
         copies = dict(zip(self.inputs.tensors, inputs.tensors, strict=True))
         known = set(tx.output.graph.find_nodes(op="placeholder"))
@@ -348,19 +348,19 @@ class _Block:
                 install_guard(source.make_guard(partial(make.func, source_b=named(check.same))))  # type: ignore[attr-defined]
             else:
                 install_guard(source.make_guard(make))
-        tx.output.guard_on_key_order.update(map(named, self.key_orders))
+        tx.output.guard_on_key_order.update(map(named, self.keys))
         for node in self.captured:
             if copies[node] not in known:
                 self._set_modules(tx, node, copies[node])
         for node in self.nodes:
-            self._copy(tx, node, copies, keys)
+            self._copy(tx, node, copies, params)
         return _wrapped(tx, self.result, copies)
 
-    def _copy(self, tx: Any, node: fx.Node, copies: dict[fx.Node, fx.Node], keys: dict[str, str]) -> None:
+    def _copy(self, tx: Any, node: fx.Node, copies: dict[fx.Node, fx.Node], params: dict[str, str]) -> None:
         def argument(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return copies.get(value, value)
-            return keys.get(value, value) if isinstance(value, str) else value
+            return params.get(value, value) if isinstance(value, str) else value
 
         create = tx.output.current_tracer.create_node
         if node.op == "get_attr":
@@ -450,6 +450,18 @@ def _value(tx: Any, source: Source, cache: dict[Source, Any]) -> Any:
         return source.get_value({"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}, {}, cache)
     except _UNREADABLE as error:
         raise Unfit(f"{source.name} cannot be read: {error}") from error
+
+
+def _keys(tx: Any, source: Source, cache: dict[Source, Any]) -> list[Any]:
+    """Return the keys of a dictionary; for a module's hooks, how each of them is called, in place of its key.
+
+    The key of a hook is a number that no other hook has, and on which no trace depends.
+    """
+    keys = list(_value(tx, source, cache))
+    if not isinstance(source, AttrSource) or source.member not in _HOOKS:
+        return keys
+    module = _value(tx, source.base, cache)
+    return [[key in getattr(module, ways) for ways in _HOOKS[source.member]] for key in keys]
 
 
 def _equal_parameters(key: str, other: Any) -> bool:

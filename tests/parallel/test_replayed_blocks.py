@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.variables.builder import VariableBuilder
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from overlapc.fx.source import module_path
@@ -65,15 +68,18 @@ def lines(graph: fx.Graph) -> list[Any]:
         return str(value) if isinstance(value, fx.Node | torch.Tensor) else value
 
     def of(value: Any) -> Any:
-        shape = getattr(value, "shape", None)
-        return None if shape is None else (tuple(shape), value.dtype, value.requires_grad)
+        is_tensor = isinstance(value, torch.Tensor)  # with tensor parallelism, meshes are also inputs
+        return (tuple(value.shape), value.dtype, value.requires_grad) if is_tensor else None
+
+    def called(node: fx.Node) -> str:  # before torch 2.12, Dynamo makes a function for each call of a DTensor's method
+        return str(getattr(node.target, "__qualname__", node.target))
 
     def where(node: fx.Node) -> Any:  # not of inputs, whose trace is that of their first reader
         return None if node.op == "placeholder" else (module_path(node), node.meta.get("stack_trace"))
 
     return [
         (
-            *(node.op, node.name, str(node.target), fx.node.map_aggregate(node.args, plain)),
+            *(node.op, node.name, called(node), fx.node.map_aggregate(node.args, plain)),
             *(fx.node.map_aggregate(node.kwargs, plain), of(node.meta.get("example_value")), where(node)),
         )
         for node in graph.nodes
@@ -132,6 +138,16 @@ def test_equal_blocks_are_traced_once_and_give_the_graph_of_tracing_each():
     once(sharded(Model()), 3)
 
 
+def test_equal_blocks_with_tensor_parallelism_are_traced_once():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(output_layouts=Replicate())})
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    once(model, traced=3)
+
+
 def change_scale(layer: Any) -> None:
     layer.scale = 2.5
 
@@ -184,6 +200,29 @@ def test_a_block_that_differs_is_traced_itself(change):
     if change is reduce_otherwise or change is freeze:
         change(model.layers[2])
     once(model, 2)
+
+
+def scale_input(layer: Any, factor: float, **how: bool) -> None:
+    def multiplied(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        changed = (args[0] * factor,)
+        return changed if kwargs is None else (changed, kwargs)
+
+    layer.norm.register_forward_pre_hook(multiplied, **how)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "traced"),
+    [
+        ([(2.0, {})] * 4, 3),
+        ([(2.0, {}), (2.0, {}), (3.0, {}), (2.0, {})], 2),
+        ([(2.0, {}), (2.0, {}), (2.0, {"with_kwargs": True}), (2.0, {})], 2),
+    ],
+)
+def test_hooks_that_do_the_same_are_traced_once(hooks, traced):
+    model = Model()
+    for layer, (factor, how) in zip(model.layers, hooks, strict=True):
+        scale_input(layer, factor, **how)
+    once(sharded(model), traced)
 
 
 @pytest.mark.parametrize("change", CHANGES)

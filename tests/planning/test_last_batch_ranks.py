@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import overlapc
@@ -158,6 +159,38 @@ def test_a_graph_that_needs_slots_longer_than_the_one_it_follows_takes_results_o
     for losses, expected, taken_out in values_on_ranks(read_again, 2):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert taken_out == 4
+
+
+def accumulates_after_a_step() -> tuple[float, int, int]:
+    """Run a step that reduces bfloat16 gradients, and one that reduces what two micro-batches added in float32.
+
+    Return the norm of the sum of all gradients, how many graphs of the second step followed an earlier one, and how
+    many collectives copies carried.
+    """
+    sharded = model()
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*sharded, sharded):
+        overlapc.fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    options = {"transport": "copy", "warm_start": False, "rank_timeout": 20.0}
+    step = torch.compile(sharded, backend="overlapc", options=options)
+    x = batches()[0][dist.get_rank()]
+    step(x).square().mean().backward()
+    before = counted("graphs_in_an_agreed_order")
+    with overlapc.no_sync(sharded):
+        step(x).square().mean().backward()
+    step(x).square().mean().backward()
+    norm = nn.utils.get_total_norm([param.grad for param in sharded.parameters()]).full_tensor()
+    return norm.item(), counted("graphs_in_an_agreed_order") - before, counted("collectives_by_copies")
+
+
+def test_a_step_that_reduces_in_another_dtype_than_an_earlier_one_follows_it():
+    plain = model()
+    sum(3 * plain(x).square().mean() / 2 for x in batches()[0]).backward()
+    expected = nn.utils.get_total_norm([param.grad for param in plain.parameters()]).item()
+    for norm, followed, copied in values_on_ranks(accumulates_after_a_step, 2):
+        assert norm == pytest.approx(expected, rel=0.01)
+        assert followed > 0
+        assert copied > 0
 
 
 # Rows of four ranks in two replica groups, each of which holds the whole model.
