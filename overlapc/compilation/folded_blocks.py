@@ -249,8 +249,7 @@ def _is_sharded_input(value: Any) -> bool:
 
 def _takes_a_shard(node: fx.Node) -> bool:
     """Whether an `unshard` needs only the local shard of its parameter."""
-    unsynced = node.args[2] if len(node.args) > 2 else node.kwargs.get("unsynced")
-    return unsynced is None and param_of(str(node.args[1])).tensor_parallel is None
+    return (node.args[2] if len(node.args) > 2 else node.kwargs.get("unsynced")) is None
 
 
 def _take_shard(node: fx.Node, shard: fx.Node) -> None:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from overlapc.fx.source import block_of, module_path
 from overlapc.fx.subgraphs import carried, nodes_within
+from overlapc.fx.versions import is_object, value_of_object
 
 Describe = Callable[[fx.Node], Any]
 """Returns a value that represents the constants of a node which are names; None for nodes without names."""
@@ -40,7 +41,8 @@ class Stretch:
 
     block: str  # path of its module
     nodes: tuple[fx.Node, ...]
-    operands: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]  # tensors
+    objects: tuple[fx.Node, ...]  # other inputs of the graph, such as meshes; the same for all stretches of one form
     results: tuple[fx.Node, ...]
     form: Any  # equal for stretches that are traced alike
 
@@ -74,11 +76,14 @@ def as_module(stretch: Stretch) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     for at, operand in enumerate(stretch.operands):
         copies[operand] = graph.placeholder(f"operand_{at}")
+    for at, given in enumerate(stretch.objects):
+        copies[given] = graph.get_attr(f"object_{at}")
     for node in stretch.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[result] for result in stretch.results))
-    carried_graphs = {str(node.target): carried(node) for node in stretch.nodes if node.op == "get_attr"}
-    return fx.GraphModule(carried_graphs, graph)
+    held: dict[str, Any] = {str(node.target): carried(node) for node in stretch.nodes if node.op == "get_attr"}
+    held |= {f"object_{at}": value_of_object(given) for at, given in enumerate(stretch.objects)}
+    return fx.GraphModule(held, graph)
 
 
 def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..., Any], tuple[Any, ...]]]) -> None:
@@ -261,16 +266,20 @@ def _stretch(block: str, nodes: Sequence[fx.Node], describe: Describe) -> Stretc
         hash(whole)
     except TypeError as error:
         raise Unfit(f"{block} holds a constant that cannot be compared") from error
-    if not any(needs_gradient for *_, needs_gradient in map(_described, results)):
+    if not any(node.meta["example_value"].requires_grad for node in results):
         raise Unfit(f"no result of {block} requires gradients")
-    return Stretch(block, tuple(nodes), tuple(lines.operands), results, whole)
+    objects = [node for node in lines.operands if is_object(node)]
+    operands = [node for node in lines.operands if not is_object(node)]
+    return Stretch(block, tuple(nodes), tuple(operands), tuple(objects), results, whole)
 
 
 def _described(node: fx.Node) -> tuple[Any, ...]:
-    """Return the properties of a tensor that tracing depends on.
+    """Return the properties of a tensor that tracing depends on; for an object, its node.
 
-    Unfit for values that are not tensors, tensor subclasses and symbolic sizes.
+    Unfit for other values, tensor subclasses and symbolic sizes.
     """
+    if is_object(node):
+        return (node,)
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or type(value) not in (FakeTensor, Tensor, torch.nn.Parameter):
         raise Unfit(f"{node.name} is a {type(value).__name__}")

@@ -166,8 +166,14 @@ def compiled_autograd(gm: Any) -> bool:
 
 def is_object(node: fx.Node) -> bool:
     """Whether the value of a node is an object that graphs only pass on, such as a DeviceMesh."""
-    value = node.meta.get("val")
+    value = node.meta.get("val", node.meta.get("example_value"))
     return isinstance(value, torch.ScriptObject | FakeScriptObject) or is_opaque_value(value)
+
+
+def value_of_object(node: fx.Node) -> Any:
+    """Return the object that `node`, which is one, stands for."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return getattr(value, "real_obj", value)
 
 
 def return_no_tangents(joint: fx.Graph, forward_outputs: int) -> None:

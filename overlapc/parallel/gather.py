@@ -185,22 +185,22 @@ def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: 
     function is one node in Dynamo's graph, and AOTAutograd traces into it. gathered: the parameter that eager code
     keeps gathered, which is returned without a collective.
     """
-    sharded = _params[key]
     if not isinstance(param, DTensor):
         raise ConfigError(
-            f"parameter {sharded.label.param} was replaced by a plain tensor; load DTensors, or copy into it"
+            f"parameter {_params[key].label.param} was replaced by a plain tensor; load DTensors, or copy into it"
         )
-    full: Tensor = _Unshard.apply(param.to_local(), key, unsynced, gathered)
-    tp = sharded.tensor_parallel
+    return unshard_local(param.to_local(), key, unsynced, gathered)
+
+
+def unshard_local(
+    shard: Tensor, key: str, unsynced: Tensor | None = None, gathered: GatheredParam | None = None
+) -> Tensor:
+    """Return what `unshard` does, given the local shard of the parameter."""
+    full: Tensor = _Unshard.apply(shard, key, unsynced, gathered)
+    tp = _params[key].tensor_parallel
     if tp is None:
         return full
     return DTensor.from_local(full, tp.mesh, tp.placements, run_check=False, shape=tp.shape, stride=tp.stride)
-
-
-def unshard_local(shard: Tensor, key: str) -> Tensor:
-    """Return the gathered parameter, given its local shard; only data-parallel axes may divide the parameter."""
-    full: Tensor = _Unshard.apply(shard, key, None, None)
-    return full
 
 
 def unsynced_leaf(param: Tensor, key: str) -> Tensor:

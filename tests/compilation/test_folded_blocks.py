@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from overlapc.compilation.tracing import step_of
@@ -23,9 +24,11 @@ from overlapc.config import Config
 from overlapc.fx.labels import label_of
 from overlapc.fx.source import module_path
 from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy
+from overlapc.fx.supported_torch import check_torch_version
+from overlapc.parallel.access import replay_equal_blocks
 from overlapc.runtime.counters import counted
 from tests.parallel.sharded import shard
-from tests.parallel.tiny import Tiny, batch
+from tests.parallel.tiny import Tiny, batch, tensor_parallel
 from tests.worlds import fake_world
 
 LAYERS = 4
@@ -242,6 +245,27 @@ def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool 
             traced = Traced(once)
             torch.compile(model, backend=traced, fullgraph=True)(*batch(2)).backward()
             assert counted("blocks_traced_once") == (3 if once else 0)
+            graphs.append(traced)
+        for name in ("forward_0", "backward_0"):
+            assert graphs[1].lines(name) == graphs[0].lines(name)
+            assert graphs[1].collectives(name) == graphs[0].collectives(name)
+
+
+@pytest.mark.parametrize("ac", ["", "around", "inside"])
+def test_blocks_with_tensor_parallelism_are_traced_once(ac: str) -> None:
+    with fake_world(4, rank=1):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        replay_equal_blocks()
+        # Before torch 2.12, each DTensor call that Dynamo traces is a function of its own.
+        folds = check_torch_version() >= (2, 12) or ac != "around"
+        graphs = []
+        for once in (False, True):
+            torch._dynamo.reset()
+            model = Tiny(layers=3, ac=ac)
+            tensor_parallel(model, mesh["tp"])
+            traced = Traced(once)
+            torch.compile(shard(model, mesh["dp"]), backend=traced, fullgraph=True)(*batch(2, length=4)).backward()
+            assert counted("blocks_traced_once") == (3 if once and folds else 0)
             graphs.append(traced)
         for name in ("forward_0", "backward_0"):
             assert graphs[1].lines(name) == graphs[0].lines(name)
