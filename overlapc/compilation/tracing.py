@@ -25,6 +25,7 @@ from overlapc.fx.versions import (
     compiled_autograd,
     contiguous_tangents_of_overlaps,
     no_code_of_graphs,
+    sizes_from_inputs,
 )
 from overlapc.gc_paused import gc_paused
 from overlapc.passes.runner import select
@@ -92,6 +93,7 @@ def _traced(
         checkpoints_without_backward(),
         contiguous_tangents_of_overlaps(),
         no_code_of_graphs(),
+        sizes_from_inputs(),
     ):
         step = (
             _folded(trace, gm, inputs, compilers, divide) if config.trace_once and not compiled_autograd(gm) else None

@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -492,6 +493,30 @@ def _may_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
             return True
         reached += step * (extent - 1)
     return False
+
+
+@contextmanager
+def sizes_from_inputs() -> Iterator[None]:
+    """While AOTAutograd traces, a size that is also an input of the graph stays that input.
+
+    DTensor computes sizes while nothing is traced, and torch looks up where such a size came from by its symbol. An
+    operation whose result equals its argument, such as `max(size, 1)`, would replace the input there, and then be the
+    origin of its own argument: an endless recursion.
+    """
+    register = proxy_tensor._sym_register
+
+    def registered(tracer: Any, func: Any, args: Any, out: Any) -> None:
+        symbol = out.node.expr if isinstance(out, torch.SymInt) else None
+        known = tracer.sympy_expr_tracker.get(symbol)
+        register(tracer, func, args, out)
+        if known is not None:
+            tracer.sympy_expr_tracker[symbol] = known
+
+    proxy_tensor._sym_register = registered
+    try:
+        yield
+    finally:
+        proxy_tensor._sym_register = register
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""AOTAutograd generates a graph's Python code only if the code is run or printed."""
+"""How AOTAutograd is called: when it generates code, and where it finds the sizes that DTensor computes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._logging._internal import trace_log
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
+from tests.worlds import fake_world
 
 
 @pytest.mark.parametrize("logged", [False, True])
@@ -43,3 +46,21 @@ def test_graphs_are_printed_as_code_only_where_torch_logs_them(logged, monkeypat
     assert torch.equal(x.grad, torch.ones(3).cos())
     assert unwritten["forward_0"]
     assert bool(texts) == logged
+
+
+def test_a_tensor_parallel_model_compiles_for_other_batches_and_lengths():
+    graphs = []
+
+    def compile_graph(gm: fx.GraphModule, inputs: Any, *, config: Config, name: str) -> Callable[..., Any]:
+        graphs.append(name)
+        return make_boxed_func(gm.forward)
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        step = torch.compile(model, backend=lambda gm, inputs: step_of(compile_graph, gm, inputs, Config(), 0))
+        for rows, length in ((4, 5), (6, 9), (10, 7)):
+            step(torch.ones(rows, length, 8)).sum().backward()
+    assert graphs == ["forward_0", "backward_0"] * 2
