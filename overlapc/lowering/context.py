@@ -50,7 +50,6 @@ from overlapc.lowering.schema import (
     users_through_views,
 )
 from overlapc.lowering.table import OUT_VARIANTS, Impossible
-from overlapc.runtime.support import empty_from
 
 aten = torch.ops.aten
 
@@ -74,8 +73,6 @@ class Lowering:
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.original_inputs: dict[str, View] = {}  # copy of an input -> the input
         self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
-        self.inlined: set[str] = set()  # results of kernels, which a later kernel may compute itself
-        self.read_by_empty: dict[str, dict[str, View]] = {}  # tensor without elements -> what a kernel would read
         self.numbers: dict[str, Constant] = {}  # buffer -> its number, for CPU tensors such as `torch.tensor(0.5)`
         self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # lowered functions of attentions, shared by layers
         self.known: set[str] = set()  # symbols that arguments or earlier ops define
@@ -176,8 +173,6 @@ class Lowering:
                 if size.is_Symbol and str(size) not in self.known:
                     self.known.add(str(size))
                     self.graph.sources[str(size)] = output.buffer
-        if isinstance(op, Loops):
-            self.inlined.update(output.buffer for output in op.outputs if isinstance(output, View))
         self.graph.ops.append(op)
 
     def loops(
@@ -274,27 +269,11 @@ class Lowering:
         return later == copies and not returned
 
     def _empty(self, view: View) -> View:
-        """Allocate a tensor without elements by a call, so that no later stage has to handle kernels without work.
-
-        The call takes what a kernel would read: where other ranks' shards have elements, they have such a kernel, and
-        all ranks must plan the same order.
-        """
+        """Allocate a tensor without elements by a call, so that no later stage has to handle kernels without work."""
         layout = view.layout
-        read = self.read_by_empty[view.buffer] = {}
-        behind = list(self.node.all_input_nodes)
-        seen = set(behind)
-        for node in behind:  # which grows by the inputs of ops that a kernel may compute itself
-            for given in views_in(self.env[node]):
-                if given.buffer in self.read_by_empty:
-                    read.update(self.read_by_empty[given.buffer])
-                elif given.buffer in self.inlined:
-                    behind += [each for each in node.all_input_nodes if each not in seen]
-                    seen.update(node.all_input_nodes)
-                else:
-                    read[given.buffer] = given
-        args = (layout.size, layout.stride, tuple(read.values()))
         options = {"dtype": layout.dtype, "device": layout.device}
-        self.add(Extern(view.buffer, empty_from, args, options, view, origin=provenance(self.node)))
+        call = torch.empty_strided
+        self.add(Extern(view.buffer, call, (layout.size, layout.stride), options, view, origin=provenance(self.node)))
         return view
 
     # --- loops and elements of kernels

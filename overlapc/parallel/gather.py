@@ -328,8 +328,8 @@ class _Behind(torch.autograd.Function):
 def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     """Gather the local shard, cast before so that the all-gather moves fewer bytes."""
     axis = param.group.axis
-    # Pad before the cast: on a rank whose shard has no rows, a cast before the padding would be a call that makes an
-    # empty tensor, while other ranks fuse cast and padding into one kernel.
+    # Cast after padding, and in `_reduce` before it is taken away: all ranks then compute tensors of the same size, and
+    # plan the same kernels. A rank whose shard has no rows would have a call that makes an empty tensor instead.
     full = _pad(shard, param.chunk) if param.uneven else shard
     if param.param_dtype is not None:
         full = full.to(param.param_dtype)
@@ -362,9 +362,8 @@ def _reduce(grad: Tensor, param: ShardedParam) -> Tensor:
         grad = _ops.wait_tensor(_ops.all_reduce(grad, param.reduce_op, replicate.group))
     if param.divide_after != 1:
         grad = grad / param.divide_after
-    if param.uneven:
-        grad = grad.narrow(0, 0, param.local)
-    return grad.to(param.dtype)
+    grad = grad.to(param.dtype)
+    return grad.narrow(0, 0, param.local) if param.uneven else grad
 
 
 def _pad(tensor: Tensor, rows: int) -> Tensor:

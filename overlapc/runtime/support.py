@@ -185,13 +185,6 @@ def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence
     return torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
-def empty_from(
-    size: Sequence[int], stride: Sequence[int], _given: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Allocate a tensor without elements, after what elements would be computed from."""
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
 @cache
 def owned(target: Callable[..., Any]) -> Callable[..., Any]:
     """Return `target` with results copied to separate memory: for view ops that no layout describes."""

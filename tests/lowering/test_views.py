@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from overlapc.errors import CompileError
-from overlapc.report import record
 from overlapc.runtime.counters import counted
-from overlapc.schedule.text import parse
 from tests.lowering.against_eager import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -28,20 +26,6 @@ SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynam
 )
 def test_views_that_a_strided_layout_cannot_describe_equal_eager(function):
     same(function, torch.randn(4, 4))
-
-
-def test_a_tensor_without_elements_depends_on_what_its_elements_would_be_computed_from():
-    """Other ranks, whose shards have rows, plan a kernel with these dependences."""
-
-    def function(x):
-        return ((x @ x + 1)[:0] * 2).cos().to(torch.float64)
-
-    record.clear()
-    with torch.no_grad():
-        same(function, torch.randn(4, 4))
-    graph = parse(record.report_of_process().steps[0].graphs[0].schedule)
-    product, empty = graph.nodes
-    assert (product.name, empty.reads) == ("mm", ("mm",))
 
 
 def test_memory_under_a_view_of_another_dtype_is_not_reused():

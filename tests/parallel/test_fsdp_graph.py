@@ -180,6 +180,15 @@ def test_uneven_shards_pad_alike_on_all_ranks():
     assert model.embed.weight.grad.shape == (22, 8)
 
 
+def test_all_ranks_compute_tensors_of_the_same_size_from_uneven_shards():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    backward = compiled(shard(Tiny(vocab=22), mp_policy=policy), vocab=22).backward[0]
+    slices = backward.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+    rows = [node.meta["val"] for node in slices if node.meta["val"].shape == (6, 8)]  # of this rank; the last has 4
+    assert rows
+    assert all(value.dtype == torch.float32 for value in rows), "the cast comes first"
+
+
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 def test_dynamo_gets_the_metadata_of_a_gather_without_tracing_it(param_dtype: torch.dtype | None):
     model = shard(Tiny(vocab=22), mp_policy=MixedPrecisionPolicy(param_dtype))  # some shards are uneven
