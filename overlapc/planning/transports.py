@@ -54,12 +54,13 @@ class AgreedCopies:
     places: Mapping[int, Mapping[str, object]]
     units_by_library: frozenset[Unit]
     layouts: Mapping[str, Layout]
+    by_library: frozenset[str]  # groups that use the library, because their collectives did not fit an earlier layout
     over_hosts: bool = False
 
     def without(self, groups: Collection[str]) -> AgreedCopies:
         """Return the agreement without the layouts of `groups`, for a graph that uses the library over these."""
         layouts = {group: layout for group, layout in self.layouts.items() if group not in groups}
-        return replace(self, layouts=layouts)
+        return replace(self, layouts=layouts, by_library=self.by_library.union(groups))
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Transports:
     chooses: bool = False  # transport=auto: units that cost less with the group's library use it
     units_by_library: frozenset[Unit] = frozenset()  # units that cost less with the group's library
     agreed: AgreedCopies | None = None  # set once memory is laid out
-    resized: frozenset[str] = frozenset()  # groups whose collectives do not fit an agreed layout
+    by_library: frozenset[str] = frozenset()  # groups whose collectives do not fit an agreed layout
     groups: dict[str, str] = field(default_factory=dict)  # `Comm.group` -> torch's name
     reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective without copies -> why
 
@@ -128,13 +129,14 @@ class Transports:
 
         resized: the groups whose collectives differ from the earlier graph's; these use the group's library.
         """
+        agreed = agreed.without(resized)
         return cls(
             agreed.device,
             reach=CopyReach(agreed.places),
             wanted=True,
             units_by_library=agreed.units_by_library,
-            agreed=agreed.without(resized),
-            resized=resized,
+            agreed=agreed,
+            by_library=agreed.by_library,
             over_hosts=agreed.over_hosts,
         )
 
@@ -157,7 +159,7 @@ class Transports:
     def _place(self, collective: Collective, hosts: Hosts | None) -> Place | None:
         """Return this rank's place in the groups that a collective is rewritten for; None if it is not rewritten."""
         comm = collective.comm
-        rewritable = comm.collective in (*REDUCTIONS, "all_gather") and comm.group not in self.resized
+        rewritable = comm.collective in (*REDUCTIONS, "all_gather") and comm.group not in self.by_library
         if hosts is None or unit_of(comm) in self.units_by_library or not rewritable:
             return None
         if len(hosts) == 1:
@@ -205,7 +207,7 @@ class Transports:
         kind = KINDS.get(comm.collective)
         if unit_of(comm) in self.units_by_library:
             return "the group's library is faster for this size"
-        if comm.group in self.resized:
+        if comm.group in self.by_library:
             return "its size differs from the graph whose copies ranks agreed on"
         if collective.synchronous or kind is None:
             return "it is not an asynchronous collective with a start and a wait"
@@ -259,7 +261,9 @@ class Transports:
                 self.agreement.exchange,
                 self.cache_dir,
             )
-        self.agreed = AgreedCopies(self.device, self.reach.places, self.units_by_library, layouts, self.over_hosts)
+        self.agreed = AgreedCopies(
+            self.device, self.reach.places, self.units_by_library, layouts, self.by_library, self.over_hosts
+        )
         return graph.on(layouts, opened)
 
     def fits(self, schedule: Schedule) -> bool:
