@@ -44,7 +44,7 @@ from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import backward_nodes, recompute_expansions, recompute_sums
 from overlapc.fx.rng_state import describe, put_states_before_objects, unwrap_attention
 from overlapc.fx.saved_sizes import save_sizes
-from overlapc.fx.versions import return_no_tangents
+from overlapc.fx.versions import return_no_tangents, saving_always_costs
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -92,7 +92,7 @@ def partition(
     options_of_torch = torch._functorch.config.patch(
         graphsafe_rng_functionalization=False, cse=False, recompute_views=True
     )
-    with options_of_torch, cut_in_parts():
+    with options_of_torch, cut_in_parts(), saving_always_costs():
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )

@@ -520,6 +520,24 @@ def sizes_from_inputs() -> Iterator[None]:
 
 
 @contextmanager
+def saving_always_costs() -> Iterator[None]:
+    """Let torch's partitioner take every value for at least one byte.
+
+    Else it would save a value without elements, which costs nothing, where it recomputes one with elements: ranks whose
+    shard of a parameter has no rows would divide the step differently.
+    """
+    from torch._functorch import partitioners  # not at the top, as below
+
+    module: Any = partitioners
+    size_of = module._size_of
+    module._size_of = lambda node: max(1, size_of(node))
+    try:
+        yield
+    finally:
+        module._size_of = size_of
+
+
+@contextmanager
 def no_code_of_graphs() -> Iterator[None]:
     """While AOTAutograd traces, most of its graphs become Python code only if they are called, and text only if torch
     logs them."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._logging._internal import trace_log
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,6 +46,36 @@ def test_graphs_are_printed_as_code_only_where_torch_logs_them(logged, monkeypat
     assert torch.equal(x.grad, torch.ones(3).cos())
     assert unwritten["forward_0"]
     assert bool(texts) == logged
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The sine of the first argument; the second one gets a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: Tensor) -> Tensor:
+        ctx.save_for_backward(x, shard)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, shard = ctx.saved_tensors
+        return grad * x.cos(), torch.zeros(shard.shape)
+
+
+def test_ranks_whose_shard_has_no_rows_divide_the_step_as_others():
+    graphs: dict[str, list[list[str]]] = {}
+
+    def compile_graph(gm: fx.GraphModule, inputs: Any, *, config: Config, name: str) -> Callable[..., Any]:
+        graphs.setdefault(name.split("_")[0], []).append([node.name for node in gm.graph.nodes])
+        return make_boxed_func(gm.forward)
+
+    for rows in (1, 0):
+        torch._dynamo.reset()
+        step = torch.compile(
+            WithoutGradient.apply, backend=lambda gm, inputs: step_of(compile_graph, gm, inputs, Config(), 0)
+        )
+        step(torch.ones(3, requires_grad=True), torch.ones(rows, 4, requires_grad=True)).sum().backward()
+    assert all(some == none for some, none in graphs.values())
 
 
 def test_a_tensor_parallel_model_compiles_for_other_batches_and_lengths():
