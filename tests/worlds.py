@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_rules_of_dtensors
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -17,3 +18,4 @@ def fake_world(size: int, rank: int = 0) -> Iterator[str]:
         yield dist.group.WORLD.group_name
     finally:
         dist.destroy_process_group()
+        clear_rules_of_dtensors()  # they hold meshes over this world's groups, and equal meshes of another find them
