@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -40,12 +40,14 @@ class _Doing(_Same):
     __hash__ = None
 
 
-def _do_the_same(one: Any, other: Any) -> bool:
+def _do_the_same(one: Any, other: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """Whether functions, or values that they hold, must do the same: they have equal code over values that do the same.
 
     Objects are compared by identity, except for constants, and for styles of tensor parallelism with their meshes.
+    around: the pairs, by `id`, that hold these two; a function may hold itself.
     """
-    if one is other:
+    pair = id(one), id(other)
+    if one is other or pair in around:
         return True
     if type(one) is not type(other):
         return False
@@ -55,7 +57,8 @@ def _do_the_same(one: Any, other: Any) -> bool:
     if parts_of is None:
         return isinstance(one, int | float | str | Placement) and one == other
     mine, theirs = parts_of(one), parts_of(other)
-    return len(mine) == len(theirs) and all(map(_do_the_same, mine, theirs))
+    inner = around | {pair}
+    return len(mine) == len(theirs) and all(_do_the_same(*each, inner) for each in zip(mine, theirs, strict=True))
 
 
 def _group_names(mesh: DeviceMesh) -> list[str]:
@@ -63,8 +66,15 @@ def _group_names(mesh: DeviceMesh) -> list[str]:
 
 
 def _of_function(function: FunctionType) -> Sequence[Any]:
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [function.__code__, id(function.__globals__), function.__defaults__, function.__kwdefaults__, *cells]
+    held = map(_contents, function.__closure__ or ())
+    return [function.__code__, id(function.__globals__), function.__defaults__, function.__kwdefaults__, *held]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return cell
 
 
 def _of_dictionary(values: dict[Any, Any]) -> Sequence[Any]:

@@ -225,6 +225,20 @@ def test_hooks_that_do_the_same_are_traced_once(hooks, traced):
     once(sharded(model), traced)
 
 
+def doubling() -> Any:
+    def doubled(module: nn.Module, args: Any, again: bool = True) -> Any:
+        return doubled(module, args, False) if again else (args[0] * 2,)
+
+    return doubled
+
+
+def test_hooks_that_call_themselves_are_traced_once():
+    model = Model()
+    for layer in model.layers:
+        layer.norm.register_forward_pre_hook(doubling())
+    once(sharded(model), 3)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_later_change_of_a_block_that_was_not_traced_is_noticed(change):
     model = sharded(Model())
