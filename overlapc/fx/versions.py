@@ -167,14 +167,19 @@ def compiled_autograd(gm: Any) -> bool:
 
 def is_object(node: fx.Node) -> bool:
     """Whether the value of a node is an object that graphs only pass on, such as a DeviceMesh."""
-    value = node.meta.get("val", node.meta.get("example_value"))
+    value = _traced_value(node)
     return isinstance(value, torch.ScriptObject | FakeScriptObject) or is_opaque_value(value)
 
 
 def value_of_object(node: fx.Node) -> Any:
     """Return the object that `node`, which is one, stands for."""
-    value = node.meta.get("val", node.meta.get("example_value"))
+    value = _traced_value(node)
     return getattr(value, "real_obj", value)
+
+
+def _traced_value(node: fx.Node) -> Any:
+    """Return the value that AOTAutograd, or else Dynamo, noted at a node."""
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def return_no_tangents(joint: fx.Graph, forward_outputs: int) -> None:
