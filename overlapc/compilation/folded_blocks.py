@@ -27,7 +27,7 @@ from overlapc.fx.blocks import Stretch, Unfit, as_module, equal_blocks, replace_
 from overlapc.fx.labels import KEY
 from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy, number_checkpoints
 from overlapc.fx.subgraphs import carried
-from overlapc.fx.versions import copied_capture
+from overlapc.fx.versions import contiguous_tangents, copied_capture
 from overlapc.parallel.gather import param_of, unshard, unshard_local
 from overlapc.runtime.counters import count
 
@@ -141,19 +141,22 @@ class _Run(torch.autograd.Function):
                 tangent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             given += [tangent] if has else []
         found = iter(_backward(given, ctx.number, ctx.call))
-        return None, None, *(None if gradient is None else next(found) for gradient in block.gradients)
+        return None, None, *(None if each is None else next(found) for each in block.backwards[0].gradients)
 
 
-def _implement(op: torch._ops.OpOverload, nodes: Callable[[TracedBlock], Sequence[fx.Node | None]]) -> None:
-    def like(_: list[Tensor], block: int, call: int) -> list[Tensor]:
-        values = [each.meta["val"] for each in nodes(_blocks[block]) if each is not None]
-        return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-
-    torch.library.register_fake(op._name, like, lib=_library)
+def _like(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-_implement(_forward, lambda block: block.results)
-_implement(_backward, lambda block: block.gradients)
+@torch.library.register_fake(_forward._name, lib=_library)
+def _results(operands: list[Tensor], block: int, call: int) -> list[Tensor]:
+    return list(map(_like, _blocks[block].results))
+
+
+@torch.library.register_fake(_backward._name, lib=_library)
+def _gradients(tangents: list[Tensor], block: int, call: int) -> list[Tensor]:
+    return [_like(each) for each in _blocks[block].backward_for(tangents).gradients if each is not None]
 
 
 # --- one block, traced
@@ -167,7 +170,18 @@ class _Captured(Exception):
 
 
 def _traced(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
-    """Trace a block by itself. Unfit if its graphs do more than map its operands to results and gradients."""
+    """Trace a block by itself. Unfit if its graphs do more than map its operands to results and gradients.
+
+    A result that is not contiguous gets a gradient with its own strides, or a contiguous one: both are traced.
+    """
+    traced = _traced_alone(block, mode, trace)
+    if traced.takes_contiguous_tangents:
+        return traced
+    with contiguous_tangents(lambda size, stride: True):
+        return traced.with_backward_of(_traced_alone(block, mode, trace))
+
+
+def _traced_alone(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
 
     def capture(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         raise _Captured(joint, num_fwd_outputs)

@@ -23,7 +23,8 @@ from overlapc.fx.supported_torch import check_torch_version
 from overlapc.fx.versions import (
     checkpoints_without_backward,
     compiled_autograd,
-    contiguous_tangents_of_overlaps,
+    contiguous_tangents,
+    may_overlap,
     no_code_of_graphs,
     sizes_from_inputs,
 )
@@ -91,7 +92,7 @@ def _traced(
         deterministic(config.deterministic),
         gc_paused(),
         checkpoints_without_backward(),
-        contiguous_tangents_of_overlaps(),
+        contiguous_tangents(may_overlap),
         no_code_of_graphs(),
         sizes_from_inputs(),
     ):

@@ -193,10 +193,13 @@ class _Modes:
 
 
 def _changes_modes(node: fx.Node) -> bool:
-    """Whether a node may change modes: it returns no value to compute with, so it is called for its effect."""
-    return node.op in ("call_function", "call_method") and not isinstance(
-        node.meta.get("example_value"), Tensor | tuple | list | int | float
-    )
+    """Whether a node may change modes: it returns no value to compute with, so it is called for its effect.
+
+    An assignment to elements of a tensor returns none, either, but its effect is known.
+    """
+    if node.op not in ("call_function", "call_method") or node.target is operator.setitem:
+        return False
+    return not isinstance(node.meta.get("example_value"), Tensor | tuple | list | int | float)
 
 
 # --- forms of stretches

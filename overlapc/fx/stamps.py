@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,16 +29,29 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class TracedBackward:
+    """Backward of a block, for tangents with certain strides."""
+
+    tangents: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node | None, ...]  # by operand
+    forward: tuple[fx.Node, ...]  # operands and forward of the trace that it is part of
+
+    def fits(self, tangents: Sequence[Tensor]) -> bool:
+        """Whether it was traced with the strides of `tangents`."""
+        pairs = zip(self.tangents, tangents, strict=True)
+        return all(traced.meta["val"].stride() == tangent.stride() for traced, tangent in pairs)
+
+
+@dataclass(frozen=True)
 class TracedBlock:
     """Forward and backward of a block as AOTAutograd traced them."""
 
     operands: tuple[fx.Node, ...]
-    tangents: tuple[fx.Node, ...]
     forward: tuple[fx.Node, ...]
-    backward: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
-    gradients: tuple[fx.Node | None, ...]  # by operand
     differentiable: tuple[bool, ...]  # by result
+    backwards: tuple[TracedBackward, ...]  # the last one is for tangents with other strides, which are copied
 
     @classmethod
     def of(cls, joint: fx.Graph, forward_results: int, differentiable: Sequence[bool]) -> TracedBlock:
@@ -72,7 +85,25 @@ class TracedBlock:
         forward, backward = tuple(nodes[:first]), tuple(nodes[first:])
         if not set(results) <= set(forward):
             raise Unfit("its results are computed in backward")
-        return cls(operands, tangents, forward, backward, results, gradients, tuple(differentiable))
+        whole = TracedBackward(tangents, backward, gradients, (*operands, *forward))
+        return cls(operands, forward, results, tuple(differentiable), (whole,))
+
+    @property
+    def takes_contiguous_tangents(self) -> bool:
+        """Whether the last trace has contiguous tangents: a tangent with other strides can then be copied."""
+        return all(node.meta["val"].is_contiguous() for node in self.backwards[-1].tangents)
+
+    def with_backward_of(self, other: TracedBlock) -> TracedBlock:
+        """Add the backward of another trace, for tangents with other strides. Unfit if its forward differs."""
+        added = other.backwards[0]
+        pairs = zip(self.backwards[0].forward, added.forward, strict=False)
+        if len(self.forward) != len(other.forward) or any(ours.target != theirs.target for ours, theirs in pairs):
+            raise Unfit("its forward depends on the strides of its gradients")
+        return replace(self, backwards=(*self.backwards, added))
+
+    def backward_for(self, tangents: Sequence[Tensor]) -> TracedBackward:
+        """Return the backward for tangents with these strides."""
+        return next((each for each in self.backwards if each.fits(tangents)), self.backwards[-1])
 
 
 @dataclass(frozen=True)
@@ -157,14 +188,19 @@ class Stamp:
 
     def backward(self, graph: fx.Graph, tangents: Sequence[fx.Node]) -> list[fx.Node]:
         """Append backward to `graph`; return the gradients that are not None, in the order of operands."""
-        for traced, tangent in zip(self._block.tangents, tangents, strict=True):
+        backward = self._block.backward_for([tangent.meta["val"] for tangent in tangents])
+        for traced, node in zip(backward.forward, self._block.backwards[0].forward, strict=True):
+            if traced is not node:
+                self._bind(traced, self._copies[node])
+        for traced, tangent in zip(backward.tangents, tangents, strict=True):
             self._bind(traced, _laid_out_like(traced, tangent, graph))
-        self._append(graph, self._block.backward)
-        return [self._copies[node] for node in self._block.gradients if node is not None]
+        self._append(graph, backward.nodes)
+        return [self._copies[node] for node in backward.gradients if node is not None]
 
     def _bind(self, traced: fx.Node, given: fx.Node) -> None:
         self._copies[traced] = given
-        self._fakes.bind(traced.meta["val"], given.meta["val"])
+        if isinstance(traced.meta["val"], Tensor):
+            self._fakes.bind(traced.meta["val"], given.meta["val"])
 
     def _append(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:

@@ -467,19 +467,29 @@ def checkpoints_without_backward() -> Iterator[None]:
         module.remat_using_tags_for_fwd_loss_bwd_graph = recompute
 
 
-@contextmanager
-def contiguous_tangents_of_overlaps() -> Iterator[None]:
-    """Make AOTAutograd trace with contiguous tangents for results whose elements may share memory (`unfold`).
+def may_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two elements of a tensor may share memory: a stride is not larger than the extent of all smaller ones."""
+    reached = 0
+    for step, extent in sorted((step, extent) for step, extent in zip(stride, size, strict=True) if extent > 1):
+        if step <= reached:
+            return True
+        reached += step * (extent - 1)
+    return False
 
-    AOTAutograd assumes that a tangent has the strides of its result, and would copy a tangent whose elements differ
-    into such a layout. torch 2.13 itself handles this where a stride is 0.
+
+@contextmanager
+def contiguous_tangents(where: Callable[[Sequence[int], Sequence[int]], bool]) -> Iterator[None]:
+    """Make AOTAutograd trace with contiguous tangents for results whose size and strides `where` accepts.
+
+    AOTAutograd assumes that a tangent has the strides of its result. If elements of the result share memory (`unfold`),
+    it would copy a tangent whose elements differ into such a layout; torch 2.13 handles this where a stride is 0.
     """
     metadata: Any = MemoryFormatMeta
     guess = metadata.from_tensor
 
     def guess_of(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         guessed = guess(result, *args, **kwargs)
-        if guessed is None or guessed.stride is None or not _may_overlap(guessed.size, guessed.stride):
+        if guessed is None or guessed.stride is None or not where(guessed.size, guessed.stride):
             return guessed
         return metadata(memory_format=torch.contiguous_format)
 
@@ -488,16 +498,6 @@ def contiguous_tangents_of_overlaps() -> Iterator[None]:
         yield
     finally:
         metadata.from_tensor = staticmethod(guess)
-
-
-def _may_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two elements of a tensor may share memory: a stride is not larger than the extent of all smaller ones."""
-    reached = 0
-    for step, extent in sorted((step, extent) for step, extent in zip(stride, size, strict=True) if extent > 1):
-        if step <= reached:
-            return True
-        reached += step * (extent - 1)
-    return False
 
 
 @contextmanager

@@ -59,6 +59,8 @@ class Block(nn.Module):
         h = F.silu(self.up(self.norm(x)))
         if self.kind == "dropout":
             h = F.dropout(h, 0.3)
+        if self.kind == "assigns":
+            h[0] = h[1].detach()
         if self.kind == "reads a buffer":
             x = x * self.seen
         if self.kind == "changes a buffer":
@@ -89,6 +91,11 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         extra = torch.zeros(())
+        if self.kind == "assigns":
+            mask = mask.clone()
+            mask[1:] = mask[:-1].clone()
+        if self.kind == "transposed":
+            x = x.t().contiguous().t()
         for layer in self.layers:
             if self.kind == "checkpoint":
                 x = checkpoint(layer, x, mask, use_reentrant=False)
@@ -97,6 +104,8 @@ class Model(nn.Module):
                 extra = extra + (more if layer is not self.layers[2] else more.detach())
             else:
                 x = layer(x, mask)
+        if self.kind == "transposed":
+            return (x * torch.arange(40.0).view(5, 8)).sum()  # with a contiguous gradient of `x`
         return x.sum() if self.kind == "expanded gradient" else self.head(x).pow(2).mean() + extra
 
 
@@ -135,7 +144,17 @@ def one_is_frozen() -> Model:
 MODELS: dict[str, tuple[Callable[[], Model], int]] = {
     **{
         kind: (partial(Model, kind), LAYERS)
-        for kind in ("", "dropout", "reads a buffer", "no gradients", "autocast", "custom op", "expanded gradient")
+        for kind in (
+            "",
+            "dropout",
+            "reads a buffer",
+            "no gradients",
+            "autocast",
+            "custom op",
+            "expanded gradient",
+            "assigns",
+            "transposed",
+        )
     },
     "changes a buffer": (partial(Model, "changes a buffer"), 0),
     "checkpoint": (partial(Model, "checkpoint"), LAYERS),
@@ -145,7 +164,7 @@ MODELS: dict[str, tuple[Callable[[], Model], int]] = {
     "tied": (tied, LAYERS),
     "hooks": (hooked, 2),
     "one is frozen": (one_is_frozen, 3),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
