@@ -103,8 +103,11 @@ class Folded:
             for item in node.users:
                 copies[item] = values[item.args[1]]
         number_checkpoints(graph)
-        graph.lint()
+        for number in self._numbers:
+            for name, constant in _blocks[number].constants.items():
+                setattr(graph_module, name, constant)
         graph_module.graph = graph
+        graph.lint()
         count("blocks_traced_once", len(stamps))
 
     def close(self) -> None:
@@ -174,14 +177,15 @@ def _traced(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
 
     A result that is not contiguous gets a gradient with its own strides, or a contiguous one: both are traced.
     """
-    traced = _traced_alone(block, mode, trace)
+    name = block.block.replace(".", "_")
+    traced = _traced_alone(block, mode, trace, name)
     if traced.takes_contiguous_tangents:
         return traced
     with contiguous_tangents(lambda size, stride: True):
-        return traced.with_backward_of(_traced_alone(block, mode, trace))
+        return traced.with_backward_of(_traced_alone(block, mode, trace, f"{name}_contiguous"))
 
 
-def _traced_alone(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
+def _traced_alone(block: Stretch, mode: Any, trace: Trace, name: str) -> TracedBlock:
 
     def capture(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         raise _Captured(joint, num_fwd_outputs)
@@ -199,7 +203,7 @@ def _traced_alone(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
                 module, operands, fw_compiler=never, bw_compiler=never, inference_compiler=never, partition_fn=capture
             )
     except _Captured as captured:
-        return TracedBlock.of(captured.joint.graph, captured.forward_results, differentiable)
+        return TracedBlock.of(captured.joint.graph, captured.forward_results, differentiable, name)
     raise Unfit("AOTAutograd makes no joint graph")
 
 

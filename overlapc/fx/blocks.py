@@ -4,15 +4,16 @@
  -> two stretches of one form: f(operand 0, operand 1), g(%0, operand 2); its last value is used elsewhere
 
 A block is a member of a module list (`layers.0`); its stretch consists of all nodes of its modules, which must be
-adjacent. Two stretches have the same form if they are equal in everything that tracing depends on: ops, constants, data
-flow, and properties of operands (sizes, strides, dtype, device, whether they require gradients).
+adjacent. If no other block equals it, the members of lists within it are blocks, too (`stages.1.layers.0`). Two
+stretches have the same form if they are equal in everything that tracing depends on: ops, constants, data flow, and
+properties of operands (sizes, strides, dtype, device, whether they require gradients).
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from overlapc.fx.source import block_of, module_path
+from overlapc.fx.source import members_of_lists, module_path
 from overlapc.fx.subgraphs import carried, nodes_within
 from overlapc.fx.versions import is_object, value_of_object
 
@@ -58,16 +59,22 @@ def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
 
     Unfit if the graph changes a mode in an unsupported way.
     """
-    forms: dict[Any, list[Stretch]] = {}
-    for block, nodes in _stretches(graph):
-        try:
-            found = _stretch(block, nodes, describe)
-        except Unfit:
-            continue
-        forms.setdefault(found.form, []).append(found)
-    return [
-        found for found in forms.values() if (len(found) - 1) * sum(1 for _ in found[0].all_nodes()) >= _LEAST_SAVED
-    ]
+    found: list[list[Stretch]] = []
+    done: set[fx.Node] = set()
+    levels = max((len(_members(inner)) for node in graph.nodes for inner in (node, *nodes_within(node))), default=0)
+    for level in range(levels):
+        forms: dict[Any, list[Stretch]] = {}
+        for block, nodes in _stretches(graph, _Level(level, done)):
+            try:
+                stretch = _stretch(block, nodes, describe)
+            except Unfit:
+                continue
+            forms.setdefault(stretch.form, []).append(stretch)
+        for equal in forms.values():
+            if (len(equal) - 1) * sum(1 for _ in equal[0].all_nodes()) >= _LEAST_SAVED:
+                found.append(equal)
+                done.update(node for stretch in equal for node in stretch.nodes)
+    return found
 
 
 def as_module(stretch: Stretch) -> fx.GraphModule:
@@ -110,7 +117,7 @@ def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..
 # --- which nodes belong together
 
 
-def _stretches(graph: fx.Graph) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
+def _stretches(graph: fx.Graph, level: _Level) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
     """Yield every block whose nodes are adjacent, with these nodes; not those that begin or end in changed modes."""
     runs: list[tuple[str, list[fx.Node]]] = [("", [])]
     unusual: set[int] = set()  # runs that begin or end in changed modes
@@ -118,9 +125,9 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        block = _block(node)
+        block = level.block(node)
         if block is None and _changes_modes(node):  # Dynamo records no module for these nodes
-            block = _next_block(node) if modes.usual else runs[-1][0]
+            block = level.next_block(node) if modes.usual else runs[-1][0]
         if (block or "") != runs[-1][0]:
             if not modes.usual:
                 unusual |= {len(runs) - 1, len(runs)}
@@ -133,36 +140,44 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
             yield block, tuple(nodes)
 
 
-def _block(node: fx.Node) -> str | None:
-    """Return the member of a module list that contains the node's module; "" if none does, None if it is unknown.
+class _Level:
+    """The blocks at one level of nested module lists."""
 
-    A call with nested graphs (a checkpoint), and the `getitem` nodes on its results, belong to the block of these
-    graphs.
-    """
-    source = node.args[0] if node.target is operator.getitem else next(iter(node.users), None)
-    caller = source if isinstance(source, fx.Node) and (node.target is operator.getitem or carried(node)) else node
-    within = {found for inner in nodes_within(caller) if (found := _block_of_module(inner)) is not None}
-    if within:
-        return within.pop() if len(within) == 1 else ""
-    return _block_of_module(node)
+    def __init__(self, level: int, done: Container[fx.Node]) -> None:
+        """done: nodes that belong to no block of this level, because they are part of an outer one."""
+        self._level, self._done = level, done
+
+    def block(self, node: fx.Node) -> str | None:
+        """Return the member of a module list that contains the node's module; "" if none does, None if it is unknown.
+
+        A call with nested graphs (a checkpoint), and the `getitem` nodes on its results, belong to the block of these
+        graphs.
+        """
+        if node in self._done:
+            return ""
+        source = node.args[0] if node.target is operator.getitem else next(iter(node.users), None)
+        caller = source if isinstance(source, fx.Node) and (node.target is operator.getitem or carried(node)) else node
+        within = {found for inner in nodes_within(caller) if (found := self._block_of_module(inner)) is not None}
+        if within:
+            return within.pop() if len(within) == 1 else ""
+        return self._block_of_module(node)
+
+    def next_block(self, node: fx.Node) -> str:
+        """Return the block of the next node whose module is known."""
+        while node.op != "output":
+            block = self.block(node)
+            if block is not None:
+                return block
+            node = node.next
+        return ""
+
+    def _block_of_module(self, node: fx.Node) -> str | None:
+        members = _members(node)
+        return members[self._level] if self._level < len(members) else "" if module_path(node) else None
 
 
-def _block_of_module(node: fx.Node) -> str | None:
-    path = module_path(node)
-    if not path:
-        return None
-    block = block_of(path)
-    return block if block.rsplit(".", 1)[-1].isdigit() else ""
-
-
-def _next_block(node: fx.Node) -> str:
-    """Return the block of the next node whose module is known."""
-    while node.op != "output":
-        block = _block(node)
-        if block is not None:
-            return block
-        node = node.next
-    return ""
+def _members(node: fx.Node) -> tuple[str, ...]:
+    return members_of_lists(module_path(node))
 
 
 class _Modes:

@@ -42,9 +42,14 @@ def module_path(node: Node) -> str:
 
 def block_of(module: str) -> str:
     """Return the outermost member of a module list in a path (`layers.0` of `layers.0.attention.wq`), else the path."""
+    return next(iter(members_of_lists(module)), module)
+
+
+@lru_cache(4096)
+def members_of_lists(module: str) -> tuple[str, ...]:
+    """Return the members of module lists in a path, the outermost first: `stages.1`, `stages.1.layers.0`."""
     parts = module.split(".")
-    ends = next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))
-    return ".".join(parts[:ends])
+    return tuple(".".join(parts[:end]) for end, part in enumerate(parts, 1) if part.isdigit())
 
 
 @lru_cache(4096)
@@ -52,7 +57,8 @@ def clean_module(path: str) -> str:
     """Rewrite Dynamo's name of a module as a path: `L['self']._modules['layers']._modules['0']` as `layers.0`.
 
     So also `L['self'].layers[0]`, and `list(dict.values(L['self'].layers._modules))[0]`, Dynamo's name of a module that
-    a Sequential iterates over. Dynamo calls the model `fn` if it is compiled in place, or is a Sequential.
+    a Sequential iterates over. Dynamo calls the model `fn` if it is compiled in place, or is a Sequential, and
+    `args[0]` if its `forward` has a decorator.
     """
     while path != (path := _MEMBER.sub(r"\1.\2", path)):
         pass
@@ -60,6 +66,7 @@ def clean_module(path: str) -> str:
         (".forward._torchdynamo_inline.__self__", ""),  # in names of a block wrapped by torch.compile(block)
         ("L['self']", ""),
         ("L['fn']", ""),
+        ("L['args'][0]", ""),
         ("._modules['", "."),
         ("']", ""),
         ("['", "."),

@@ -52,10 +52,14 @@ class TracedBlock:
     results: tuple[fx.Node, ...]
     differentiable: tuple[bool, ...]  # by result
     backwards: tuple[TracedBackward, ...]  # the last one is for tangents with other strides, which are copied
+    constants: Mapping[str, Tensor]  # tensors that its nodes read from the graph's module, by attribute
 
     @classmethod
-    def of(cls, joint: fx.Graph, forward_results: int, differentiable: Sequence[bool]) -> TracedBlock:
-        """Take a joint graph apart. Unfit unless it only computes results from operands and gradients from tangents."""
+    def of(cls, joint: fx.Graph, forward_results: int, differentiable: Sequence[bool], name: str) -> TracedBlock:
+        """Take a joint graph apart. Unfit unless it only computes results from operands and gradients from tangents.
+
+        name: what its constants are called in the graph of the step, with their own names appended.
+        """
         placeholders = joint.find_nodes(op="placeholder")
         tangents = tuple(node for node in placeholders if "tangents" in node.name)
         operands = tuple(node for node in placeholders if "tangents" not in node.name)
@@ -66,7 +70,13 @@ class TracedBlock:
             raise Unfit("it returns views, or changes its inputs")
         if len(gradients) != len(operands):
             raise Unfit("its joint graph returns more than results and gradients")
+        constants: dict[str, Tensor] = {}
         for node in nodes:
+            constant = getattr(joint.owning_module, str(node.target)) if node.op == "get_attr" else None
+            if type(constant) is Tensor:
+                node.target = name + str(node.target)
+                constants[node.target] = constant
+                continue
             if node.op != "call_function":
                 raise Unfit(f"its graph holds a {node.op}")
             if any(is_written(declared) for declared, _ in declared_arguments(node.target, node.args, node.kwargs)):
@@ -86,7 +96,7 @@ class TracedBlock:
         if not set(results) <= set(forward):
             raise Unfit("its results are computed in backward")
         whole = TracedBackward(tangents, backward, gradients, (*operands, *forward))
-        return cls(operands, forward, results, tuple(differentiable), (whole,))
+        return cls(operands, forward, results, tuple(differentiable), (whole,), constants)
 
     @property
     def takes_contiguous_tangents(self) -> bool:
@@ -97,9 +107,10 @@ class TracedBlock:
         """Add the backward of another trace, for tangents with other strides. Unfit if its forward differs."""
         added = other.backwards[0]
         pairs = zip(self.backwards[0].forward, added.forward, strict=False)
-        if len(self.forward) != len(other.forward) or any(ours.target != theirs.target for ours, theirs in pairs):
+        if len(self.forward) != len(other.forward) or any(ours.name != theirs.name for ours, theirs in pairs):
             raise Unfit("its forward depends on the strides of its gradients")
-        return replace(self, backwards=(*self.backwards, added))
+        constants = {**self.constants, **other.constants}
+        return replace(self, backwards=(*self.backwards, added), constants=constants)
 
     def backward_for(self, tangents: Sequence[Tensor]) -> TracedBackward:
         """Return the backward for tangents with these strides."""

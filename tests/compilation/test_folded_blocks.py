@@ -60,7 +60,8 @@ class Block(nn.Module):
         if self.kind == "dropout":
             h = F.dropout(h, 0.3)
         if self.kind == "assigns":
-            h[0] = h[1].detach()
+            h[0] = 0.5
+            h = torch.cat([torch.tensor([]), h])
         if self.kind == "reads a buffer":
             x = x * self.seen
         if self.kind == "changes a buffer":
@@ -305,7 +306,7 @@ def test_gpu_attention_that_also_returns_numbers_can_be_copied_from_a_traced_blo
     for node, value in zip((*operands, tangent, mixed, length, grad), (*tensors[:5], 16, tensors[5]), strict=True):
         node.meta["val"] = value
     graph.output([mixed, grad, None, None])
-    traced = TracedBlock.of(graph, 1, [True])
+    traced = TracedBlock.of(graph, 1, [True], "block")
     stamped = fx.Graph()
     given = [append_copy(stamped, node, {}) for node in (*operands, tangent)]
     stamp = Stamp(traced, Names({}, {}, {}), 0)

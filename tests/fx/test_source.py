@@ -13,6 +13,7 @@ from overlapc.fx.source import clean_module
         ("L['self']._modules['layers']._modules['0']", "layers.0"),
         ("L['self'].layers[0]", "layers.0"),
         ("L['fn'].3", "3"),
+        ("L['args'][0].model.layers[1].mlp", "model.layers.1.mlp"),
         ("L['self'].layers.0.forward._torchdynamo_inline.__self__.up", "layers.0.up"),
         ("L['self']._modules['layers']._modules['0']._checkpoint_wrapped_module._modules['ffn']", "layers.0.ffn"),
         ("L['teacher'].layers.0", "teacher.layers.0"),
