@@ -14,6 +14,7 @@ Where this is not possible, blocks are traced one by one: see the reasons of `Un
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from overlapc.fx.blocks import Stretch, Unfit, as_module, equal_blocks, replace_by_calls
+from overlapc.fx.blocks import Call, Stretch, Unfit, as_module, equal_blocks, read_originals, replace_by_calls
 from overlapc.fx.labels import KEY
 from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy, number_checkpoints
 from overlapc.fx.subgraphs import carried
@@ -39,6 +40,7 @@ _library.define("block_backward(Tensor[] tangents, int block, int call) -> Tenso
 _forward, _backward = torch.ops.overlapc.block_forward.default, torch.ops.overlapc.block_backward.default
 # Keeps the op even if it has no users: the nodes of backward that read its values are only written by `unfold`.
 fx.node.has_side_effect(_forward)
+aten = torch.ops.aten
 
 _blocks: dict[int, TracedBlock] = {}  # number -> block, for the steps that are being traced
 _without_gradient: set[int] = set()  # blocks with a call that gets fewer gradients than the block was traced with
@@ -55,15 +57,18 @@ class Folded:
         self.module = copied_capture(gm)
         graph = self.module.graph
         modules = _take_shards_outside(self.module)
+        read_originals(graph)
         mode = detect_fake_mode(inputs)
         if mode is None:
             raise Unfit("it is not traced with fake tensors")
         self._names: dict[tuple[int, int], Names] = {}
         self._numbers: list[int] = []
-        calls: list[Any] = []
+        calls: list[Call] = []
         for blocks in equal_blocks(graph, _described):
             try:
                 traced = _traced(blocks[0], mode, trace)
+                if any(_share_memory(block, traced.changed) for block in blocks):
+                    raise Unfit("it changes an input that shares memory with another")
             except Unfit as reason:
                 count(f"{blocks[0].block} and {len(blocks) - 1} like it traced one by one: {reason}")
                 continue
@@ -72,7 +77,7 @@ class Folded:
             _blocks[number] = traced
             for call, block in enumerate(blocks):
                 self._names[number, call] = Names.of(blocks[0], block, _label)
-            calls += [(block, run_block, (number, call)) for call, block in enumerate(blocks)]
+            calls += [Call(block, run_block, (number, call), traced.changed) for call, block in enumerate(blocks)]
         if not calls:
             raise Unfit("no blocks are equal")
         replace_by_calls(graph, calls)
@@ -90,7 +95,9 @@ class Folded:
         stamps: dict[tuple[int, int], Stamp] = {}  # by block and call
         for node in graph_module.graph.nodes:
             if node.target not in (_forward, _backward):
-                if node not in copies:
+                if node.target is aten.copy.default and _is_new_value(value := node.args[1]):
+                    copies[node] = copies[value]
+                elif node not in copies:
                     append_copy(graph, node, copies)
                 continue
             given, number, call = node.args
@@ -205,6 +212,21 @@ def _traced_alone(block: Stretch, mode: Any, trace: Trace, name: str) -> TracedB
     except _Captured as captured:
         return TracedBlock.of(captured.joint.graph, captured.forward_results, differentiable, name)
     raise Unfit("AOTAutograd makes no joint graph")
+
+
+def _is_new_value(node: Any) -> bool:
+    """Whether this is what a block changes an operand to, which AOTAutograd copies once more before it is written."""
+    if node.target is not operator.getitem or node.args[0].target is not _forward:
+        return False
+    call, at = node.args
+    block = _blocks[call.args[1]]
+    return at >= len(block.results) - len(block.changed)
+
+
+def _share_memory(block: Stretch, changed: Sequence[int]) -> bool:
+    """Whether one of these operands shares memory with another one."""
+    memory = [node.meta["example_value"].untyped_storage()._cdata for node in block.operands]
+    return any(memory.count(memory[at]) > 1 for at in changed)
 
 
 def _operand(node: fx.Node) -> Tensor:

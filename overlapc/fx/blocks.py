@@ -15,7 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -52,6 +52,20 @@ class Stretch:
         for node in self.nodes:
             yield node
             yield from nodes_within(node)
+
+
+def read_originals(graph: fx.Graph) -> None:
+    """Let users of a call that returned its own argument (`x.to(x.device)`) read the argument, in all of `graph`.
+
+    A block that returns the result of such a call would return an operand.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op in ("call_function", "call_method") and isinstance(value, Tensor):
+            same = (each for each in node.all_input_nodes if each.meta.get("example_value") is value)
+            original = next(same, None)
+            if original is not None:
+                node.replace_all_uses_with(original)
 
 
 def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
@@ -93,10 +107,23 @@ def as_module(stretch: Stretch) -> fx.GraphModule:
     return fx.GraphModule(held, graph)
 
 
-def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..., Any], tuple[Any, ...]]]) -> None:
-    """Replace each stretch by a call `target(*constants, *operands)`, which returns all its results."""
+class Call(NamedTuple):
+    """A call `target(*constants, *operands)` in place of a stretch.
+
+    It returns all results of the stretch, and then the new values of the operands that the stretch changes.
+    """
+
+    stretch: Stretch
+    target: Callable[..., Any]
+    constants: tuple[Any, ...]
+    changed: tuple[int, ...]  # positions of these operands
+
+
+def replace_by_calls(graph: fx.Graph, calls: Sequence[Call]) -> None:
+    """Replace stretches by calls."""
     now: dict[fx.Node, fx.Node] = {}  # result of a stretch -> node that replaces it
-    for stretch, target, constants in calls:
+    made: list[fx.Node] = []
+    for stretch, target, constants, _ in calls:
         last = stretch.nodes[-1]
         with graph.inserting_before(stretch.nodes[0]):
             call = graph.call_function(target, constants)
@@ -104,13 +131,18 @@ def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..
                 now[result] = graph.call_function(operator.getitem, (call, at))
                 now[result].meta = dict(result.meta)
         call.meta = {key: last.meta[key] for key in ("stack_trace", "nn_module_stack") if key in last.meta}
-    for stretch, _, constants in calls:
-        made = now[stretch.results[0]].all_input_nodes[0]
-        made.args = (*constants, *(now.get(operand, operand) for operand in stretch.operands))
-    for stretch, _, _ in calls:
+        made.append(call)
+    for call, (stretch, _, constants, changed) in zip(made, calls, strict=True):
+        operands = [now.get(operand, operand) for operand in stretch.operands]
+        call.args = (*constants, *operands)
+        with graph.inserting_before(stretch.nodes[0]):
+            for at, position in enumerate(changed, len(stretch.results)):
+                value = graph.call_function(operator.getitem, (call, at))
+                graph.call_method("copy_", (operands[position], value))
+    for stretch, *_ in calls:
         for result in stretch.results:
             result.replace_all_uses_with(now[result])
-    for node in reversed([node for stretch, _, _ in calls for node in stretch.nodes]):
+    for node in reversed([node for stretch, *_ in calls for node in stretch.nodes]):
         graph.erase_node(node)
 
 

@@ -49,8 +49,9 @@ class TracedBlock:
 
     operands: tuple[fx.Node, ...]
     forward: tuple[fx.Node, ...]
-    results: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]  # the last ones are the new values of operands that it changes
     differentiable: tuple[bool, ...]  # by result
+    changed: tuple[int, ...]  # positions of these operands
     backwards: tuple[TracedBackward, ...]  # the last one is for tangents with other strides, which are copied
     constants: Mapping[str, Tensor]  # tensors that its nodes read from the graph's module, by attribute
 
@@ -58,18 +59,27 @@ class TracedBlock:
     def of(cls, joint: fx.Graph, forward_results: int, differentiable: Sequence[bool], name: str) -> TracedBlock:
         """Take a joint graph apart. Unfit unless it only computes results from operands and gradients from tangents.
 
+        It may copy results to operands without gradients (buffers) in the end.
+
         name: what its constants are called in the graph of the step, with their own names appended.
         """
         placeholders = joint.find_nodes(op="placeholder")
         tangents = tuple(node for node in placeholders if "tangents" in node.name)
         operands = tuple(node for node in placeholders if "tangents" not in node.name)
-        nodes = [node for node in joint.nodes if node.op not in ("placeholder", "output")]
+        copied = [(*node.args, node) for node in joint.nodes if node.target is aten.copy_.default]
+        copied = [each for each in copied if each[0] in operands]
+        skipped = {*placeholders, *(node for *_, node in copied), joint.output_node()}
+        nodes = [node for node in joint.nodes if node not in skipped]
         returned: Any = joint.output_node().args[0]
         results, gradients = tuple(returned[:forward_results]), tuple(returned[forward_results:])
         if len(results) != len(differentiable) or len(tangents) != sum(differentiable):
             raise Unfit("it returns views, or changes its inputs")
         if len(gradients) != len(operands):
             raise Unfit("its joint graph returns more than results and gradients")
+        changed = tuple(operands.index(operand) for operand, *_ in copied)
+        if any(gradients[at] is not None for at in changed):
+            raise Unfit("it changes an input that has a gradient")
+        results = (*results, *(value for _, value, _ in copied))
         constants: dict[str, Tensor] = {}
         for node in nodes:
             constant = getattr(joint.owning_module, str(node.target)) if node.op == "get_attr" else None
@@ -96,7 +106,8 @@ class TracedBlock:
         if not set(results) <= set(forward):
             raise Unfit("its results are computed in backward")
         whole = TracedBackward(tangents, backward, gradients, (*operands, *forward))
-        return cls(operands, forward, results, tuple(differentiable), (whole,), constants)
+        flags = (*differentiable, *(False for _ in changed))
+        return cls(operands, forward, results, flags, changed, (whole,), constants)
 
     @property
     def takes_contiguous_tangents(self) -> bool:

@@ -53,6 +53,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
         self.register_buffer("seen", torch.rand(dim))
+        self.register_buffer("other", None)
         self.kind = ""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -62,10 +63,14 @@ class Block(nn.Module):
         if self.kind == "assigns":
             h[0] = 0.5
             h = torch.cat([torch.tensor([]), h])
+        if self.kind == "returns an argument":
+            return x.to(x.device), x + self.down(h) * mask
         if self.kind == "reads a buffer":
             x = x * self.seen
-        if self.kind == "changes a buffer":
+        if self.kind.startswith("changes a buffer"):
             self.seen.mul_(0.9).add_(x.detach().mean(0))
+        if self.kind == "changes a buffer and reads another":
+            x = x * self.other
         if self.kind == "no gradients":
             with torch.no_grad():
                 x = x + h.mean(-1, keepdim=True)
@@ -103,6 +108,9 @@ class Model(nn.Module):
             elif self.kind == "two results":
                 x, more = layer(x, mask)
                 extra = extra + (more if layer is not self.layers[2] else more.detach())
+            elif self.kind == "returns an argument":
+                before, x = layer(x, mask)
+                extra = extra + before.detach().sum()
             else:
                 x = layer(x, mask)
         if self.kind == "transposed":
@@ -141,23 +149,49 @@ def one_is_frozen() -> Model:
     return model
 
 
+def one_buffer_for_all() -> Model:
+    model = Model("changes a buffer")
+    for layer in model.layers:
+        layer.seen = model.layers[0].seen
+    return model
+
+
+def buffers_of_one_tensor() -> Model:
+    model = Model("changes a buffer and reads another")
+    for layer in model.layers:
+        whole = torch.rand(16)
+        layer.seen, layer.other = whole[:8], whole[4:12]
+    return model
+
+
+class Stages(nn.Module):
+    """Lists in a list; no stage equals another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block(hidden=16 + at) for _ in range(2)) for at in range(LAYERS // 2))
+        self.factors = nn.Parameter(torch.arange(1.0, 1 + LAYERS // 2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for stage, factor in zip(self.stages, self.factors, strict=True):
+            for layer in stage:
+                x = layer(x, mask)
+            x = x * factor
+        return x.pow(2).mean()
+
+
 # By name: how to build the model, and how many of its four layers have an equal layer, so that they are traced once.
-MODELS: dict[str, tuple[Callable[[], Model], int]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     **{
         kind: (partial(Model, kind), LAYERS)
         for kind in (
-            "",
-            "dropout",
-            "reads a buffer",
-            "no gradients",
-            "autocast",
-            "custom op",
-            "expanded gradient",
-            "assigns",
-            "transposed",
+            "", "dropout", "reads a buffer", "no gradients", "autocast", "custom op", "expanded gradient", "assigns",
+            "transposed", "returns an argument", "changes a buffer",
         )
     },
-    "changes a buffer": (partial(Model, "changes a buffer"), 0),
+    "one buffer for all": (one_buffer_for_all, LAYERS),
+    "buffers of one tensor": (buffers_of_one_tensor, 0),
+    "stages": (Stages, LAYERS),
     "checkpoint": (partial(Model, "checkpoint"), LAYERS),
     "two results": (partial(Model, "two results"), 0),  # one of them has no gradient
     "a flag differs": (a_flag_differs, 3),
@@ -205,7 +239,7 @@ class Traced:
         )
 
 
-def trained(make: Callable[[], Model], once: bool) -> tuple[Traced, list[Tensor]]:
+def trained(make: Callable[[], nn.Module], once: bool) -> tuple[Traced, list[Tensor]]:
     """Run a step; return its traced graphs, and its loss, gradients and buffers."""
     torch._dynamo.reset()
     torch.manual_seed(0)
