@@ -85,7 +85,8 @@ def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
                 continue
             forms.setdefault(stretch.form, []).append(stretch)
         for equal in forms.values():
-            if (len(equal) - 1) * sum(1 for _ in equal[0].all_nodes()) >= _LEAST_SAVED:
+            nodes = sum(1 for _ in equal[0].all_nodes())
+            if (len(equal) - 1) * (nodes - 1) >= _LEAST_SAVED:  # each call costs as much as a node
                 found.append(equal)
                 done.update(node for stretch in equal for node in stretch.nodes)
     return found
