@@ -28,7 +28,7 @@ from overlapc.fx.versions import is_object, value_of_object
 Describe = Callable[[fx.Node], Any]
 """Returns a value that represents the constants of a node which are names; None for nodes without names."""
 
-_LEAST_SAVED = 6  # least number of nodes whose tracing is saved: tracing a block by itself costs as much as a few nodes
+_LEAST_SAVED = 5  # least number of nodes whose tracing is saved: tracing a block by itself costs as much as a few nodes
 _HARMLESS = frozenset({torch._C._log_api_usage_once})
 
 
