@@ -29,7 +29,10 @@ Describe = Callable[[fx.Node], Any]
 """Returns a value that represents the constants of a node which are names; None for nodes without names."""
 
 _LEAST_SAVED = 5  # least number of nodes whose tracing is saved: tracing a block by itself costs as much as a few nodes
-_HARMLESS = frozenset({torch._C._log_api_usage_once})
+# Functions by name: those that change a mode until a function of the next set undoes it, and those without an effect.
+_BEGINS = frozenset({"_enter_autocast", "_vmap_increment_nesting"})
+_ENDS = frozenset({"_exit_autocast", "_vmap_decrement_nesting"})
+_HARMLESS = frozenset({"_log_api_usage_once", "lazy_load_decompositions"})
 
 
 class Unfit(Exception):
@@ -85,8 +88,8 @@ def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
                 continue
             forms.setdefault(stretch.form, []).append(stretch)
         for equal in forms.values():
-            nodes = sum(1 for _ in equal[0].all_nodes())
-            if (len(equal) - 1) * (nodes - 1) >= _LEAST_SAVED:  # each call costs as much as a node
+            count = sum(1 for _ in equal[0].all_nodes())
+            if (len(equal) - 1) * (count - 1) >= _LEAST_SAVED:  # each call costs as much as a node
                 found.append(equal)
                 done.update(node for stretch in equal for node in stretch.nodes)
     return found
@@ -214,7 +217,7 @@ def _members(node: fx.Node) -> tuple[str, ...]:
 
 
 class _Modes:
-    """Modes that nodes change for later nodes: grad mode and autocast."""
+    """Modes that nodes change for later nodes: grad mode, autocast and vmap."""
 
     def __init__(self) -> None:
         self._gradients = True
@@ -232,11 +235,11 @@ class _Modes:
         name = getattr(node.target, "__name__", "")
         if name == "_set_grad_enabled" and isinstance(node.args[0], bool):
             self._gradients = node.args[0]
-        elif name == "_enter_autocast":
+        elif name in _BEGINS:
             self._open += 1
-        elif name == "_exit_autocast":
+        elif name in _ENDS:
             self._open -= 1
-        elif node.target not in _HARMLESS:
+        elif name not in _HARMLESS:
             raise Unfit(f"{node.name} = {name or node.target} may change how later nodes are traced")
 
 

@@ -77,6 +77,8 @@ class Block(nn.Module):
         if self.kind == "autocast":
             with torch.autocast("cpu", torch.bfloat16):
                 return x + self.down(h) * mask
+        if self.kind == "vmap":
+            h = torch.vmap(torch.vmap(lambda a, b: a * b), in_dims=(0, None))(h, h[0])
         if self.kind == "custom op":
             h = torch.ops.overlapc_test_blocks.halve(h)
         if self.kind == "two results":
@@ -186,7 +188,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         kind: (partial(Model, kind), LAYERS)
         for kind in (
             "", "dropout", "reads a buffer", "no gradients", "autocast", "custom op", "expanded gradient", "assigns",
-            "transposed", "returns an argument", "changes a buffer",
+            "transposed", "returns an argument", "changes a buffer", "vmap",
         )
     },
     "one buffer for all": (one_buffer_for_all, LAYERS),
