@@ -22,7 +22,9 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.fx import untraceable_changes
 from overlapc.fx.addcdiv import restore_addcdiv
-from overlapc.fx.versions import compiled_autograd, copied_capture, runs_under_ddp, runs_under_fsdp2
+from overlapc.fx.versions.dynamo import compiled_autograd
+from overlapc.fx.versions.graphs import copied_capture
+from overlapc.fx.versions.sharding import runs_under_ddp, runs_under_fsdp2
 from overlapc.parallel.results_before_breaks import copy_results_that_reduce
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime import triton_workers

@@ -74,14 +74,15 @@ def _prepare_early() -> None:
     def init_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if getattr(self, "compiler_fn", None) is overlapc:
-            from overlapc.fx import versions
+            from overlapc.fx.versions.dynamo import name_lines_only_in_logs
+            from overlapc.fx.versions.tensors import initialize_gpus_once
             from overlapc.gc_paused import pause_while_compiling
             from overlapc.options.checked_options import checked_options
 
             pause_while_compiling()
             _skip_messages_logged_once()
-            versions.initialize_gpus_once()
-            versions.name_lines_only_in_logs()
+            initialize_gpus_once()
+            name_lines_only_in_logs()
             config = checked_options(**getattr(self, "kwargs", {}))
             access = sys.modules.get("overlapc.parallel.access")
             if access is not None and config.trace_once:
@@ -99,7 +100,7 @@ def _skip_messages_logged_once() -> None:
     methods = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
     added = [method for method in methods if method is not None]
     if added:
-        from overlapc.fx.versions import skip_calls_of
+        from overlapc.fx.versions.dynamo import skip_calls_of
 
         skip_calls_of(added)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from overlapc.codegen.generators import KernelSource, Launcher
-from overlapc.fx.versions import float8_saturates
+from overlapc.fx.versions.tensors import float8_saturates
 from overlapc.runtime.cpp_launch import CppKernel
 from overlapc.runtime.cpp_launch import load_kernels as launchers_of
 

@@ -22,7 +22,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from overlapc.codegen.generators import Launcher
 from overlapc.codegen.program import Call, Launch, Program
-from overlapc.fx.versions import boxed
+from overlapc.fx.versions.graphs import boxed
 from overlapc.ir.ops import Handle, Layout, Provenance, View
 from overlapc.runtime import kernel_op, support
 from overlapc.runtime.triton_binary import stage_options

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from overlapc.fx.versions import group_name_of, resolve_group
+from overlapc.fx.versions.sharding import group_name_of, resolve_group
 from overlapc.runtime import support
 from overlapc.runtime.copies.pool import GraphCopies
 

@@ -28,7 +28,8 @@ from overlapc.fx.blocks import Call, Stretch, Unfit, as_module, equal_blocks, re
 from overlapc.fx.labels import KEY
 from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy, number_checkpoints
 from overlapc.fx.subgraphs import carried
-from overlapc.fx.versions import contiguous_tangents, copied_capture
+from overlapc.fx.versions.changes import contiguous_tangents
+from overlapc.fx.versions.graphs import copied_capture
 from overlapc.parallel.gather import param_of, unshard, unshard_local
 from overlapc.runtime.counters import count
 

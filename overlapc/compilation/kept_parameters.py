@@ -25,7 +25,7 @@ from overlapc.fx.graph_copy import copied
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
 from overlapc.fx.partition import gathered_again, partition
 from overlapc.fx.subgraphs import subgraphs
-from overlapc.fx.versions import ends_in_break
+from overlapc.fx.versions.dynamo import ends_in_break
 from overlapc.parallel.separate_blocks import compiled_alone
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline

@@ -26,7 +26,7 @@ from overlapc.compilation.kept_parameters import choice_of, partition_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
-from overlapc.fx.versions import compiled_autograd
+from overlapc.fx.versions.dynamo import compiled_autograd
 from overlapc.ir.ops import LoweredGraph
 from overlapc.lowering import provenance
 from overlapc.planning.chosen_profile import profile_text

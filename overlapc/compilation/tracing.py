@@ -20,14 +20,14 @@ from overlapc.fx.blocks import Unfit
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.supported_torch import check_torch_version
-from overlapc.fx.versions import (
+from overlapc.fx.versions.changes import (
     checkpoints_without_backward,
-    compiled_autograd,
     contiguous_tangents,
     may_overlap,
     no_code_of_graphs,
     sizes_from_inputs,
 )
+from overlapc.fx.versions.dynamo import compiled_autograd
 from overlapc.gc_paused import gc_paused
 from overlapc.passes.runner import select
 from overlapc.runtime.counters import count

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from overlapc.fx.source import members_of_lists, module_path
 from overlapc.fx.subgraphs import carried, nodes_within
-from overlapc.fx.versions import is_object, value_of_object
+from overlapc.fx.versions.graphs import is_object, value_of_object
 
 Describe = Callable[[fx.Node], Any]
 """Returns a value that represents the constants of a node which are names; None for nodes without names."""

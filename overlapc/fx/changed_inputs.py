@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.fx.duplicates import storage_of
 from overlapc.fx.node_writer import NodeWriter
-from overlapc.fx.versions import belongs_to_backward, inputs_changed_unseen, inputs_written_after
+from overlapc.fx.versions.graphs import belongs_to_backward, inputs_changed_unseen, inputs_written_after
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from overlapc.fx.communication import group_of, is_asynchronous, is_collective, 
 from overlapc.fx.exchange import EXCHANGE
 from overlapc.fx.group_names import GroupNames
 from overlapc.fx.labels import ParamLabel, label_of
-from overlapc.fx.versions import size_hint
+from overlapc.fx.versions.tensors import size_hint
 from overlapc.schedule.collective_kinds import KINDS
 from overlapc.schedule.model import Comm
 

@@ -7,7 +7,7 @@ from torch import fx
 
 from overlapc.fx.arguments import declared_arguments
 from overlapc.fx.subgraphs import nodes_within
-from overlapc.fx.versions import group_name_of
+from overlapc.fx.versions.sharding import group_name_of
 from overlapc.schedule.collective_kinds import KINDS
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default

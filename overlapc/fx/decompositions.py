@@ -21,7 +21,7 @@ from overlapc.fx.random import random_decompositions
 from overlapc.fx.result_layouts import is_expanded, laid_out_as_eager
 from overlapc.fx.sizes import same_sizes
 from overlapc.fx.top_k import topk_of_groups
-from overlapc.fx.versions import core_decompositions, set_autograd_rule
+from overlapc.fx.versions.tensors import core_decompositions, set_autograd_rule
 
 aten = torch.ops.aten
 

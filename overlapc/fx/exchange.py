@@ -37,7 +37,7 @@ from torch import Tensor, fx
 
 from overlapc.fx.arguments import argument, declared_arguments
 from overlapc.fx.node_writer import FakeResults, NodeWriter
-from overlapc.fx.versions import resolve_group
+from overlapc.fx.versions.sharding import resolve_group
 
 aten, prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 

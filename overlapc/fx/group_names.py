@@ -9,7 +9,7 @@ from torch import fx
 
 from overlapc.fx.communication import group_of, is_collective, kind_of
 from overlapc.fx.labels import label_of
-from overlapc.fx.versions import resolve_group
+from overlapc.fx.versions.sharding import resolve_group
 
 OURS = "overlapc_"  # prefix of `group_desc` of groups that overlapc created; their name in schedules follows it
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+
+from overlapc.fx.versions.changes import replaced
 
 Node = str
 Edge = tuple[Node, Node, float]  # from, to, capacity
@@ -20,18 +22,11 @@ Part = tuple[tuple[int, int, float], ...]  # edges between numbered nodes
 _SOURCE, _SINK = 0, 1  # their numbers in a part; its other nodes are numbered from 2
 
 
-@contextmanager
-def cut_in_parts() -> Iterator[None]:
-    """Let torch's partitioner find its minimum cut in parts."""
+def cut_in_parts() -> AbstractContextManager[None]:
+    """Return a context in which torch's partitioner finds its minimum cut in parts."""
     import networkx  # not at the top: importing it takes a tenth of a second
 
-    module: Any = networkx
-    default = module.minimum_cut
-    module.minimum_cut = minimum_cut
-    try:
-        yield
-    finally:
-        module.minimum_cut = default
+    return replaced(networkx, minimum_cut=minimum_cut)
 
 
 def minimum_cut(graph: Any, source: Node, sink: Node) -> tuple[float, tuple[set[Node], set[Node]]]:

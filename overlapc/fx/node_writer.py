@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from overlapc.fx.versions import fake_like
+from overlapc.fx.versions.tensors import fake_like
 
 _CARRIED = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom", "seq_nr", "partitioner_tag")
 

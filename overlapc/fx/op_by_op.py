@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from overlapc.fx.sizes import guessed_size
-from overlapc.fx.versions import size_hint
+from overlapc.fx.versions.tensors import size_hint
 
 aten = torch.ops.aten
 

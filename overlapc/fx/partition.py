@@ -44,7 +44,8 @@ from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import backward_nodes, recompute_expansions, recompute_sums
 from overlapc.fx.rng_state import describe, put_states_before_objects, unwrap_attention
 from overlapc.fx.saved_sizes import save_sizes
-from overlapc.fx.versions import return_no_tangents, saving_always_costs
+from overlapc.fx.versions.changes import saving_always_costs
+from overlapc.fx.versions.graphs import return_no_tangents
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

@@ -19,7 +19,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from overlapc.fx.arguments import declared_arguments
 from overlapc.fx.node_writer import NodeWriter, fake_result
-from overlapc.fx.versions import is_object
+from overlapc.fx.versions.graphs import is_object
 
 
 def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

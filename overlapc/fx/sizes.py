@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from overlapc.fx.versions import sized_by_data
+from overlapc.fx.versions.tensors import sized_by_data
 
 aten = torch.ops.aten
 

@@ -20,7 +20,8 @@ from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.fx.blocks import Stretch, Unfit
 from overlapc.fx.labels import KEY
 from overlapc.fx.node_writer import described_like, fake_result
-from overlapc.fx.versions import belongs_to_backward, fake_like
+from overlapc.fx.versions.graphs import belongs_to_backward
+from overlapc.fx.versions.tensors import fake_like
 
 _NUMBER = re.compile(r"_\d+$")
 _CHECKPOINT = "ac_graph_id"  # where torch notes which call of a checkpoint a node belongs to

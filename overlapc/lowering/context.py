@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.fx.precision import is_coarse
-from overlapc.fx.versions import symbol_hint
+from overlapc.fx.versions.tensors import symbol_hint
 from overlapc.ir.body import Body, Constant, Index, Load, Loop, Store, Value
 from overlapc.ir.conversions import cast, number, without_trivial_reductions
 from overlapc.ir.indexing import is_one, is_plain, loop_symbol

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import in_backward, set_fsdp2_state
+from overlapc.fx.versions.sharding import in_backward, set_fsdp2_state
 from overlapc.parallel import gathered
 from overlapc.parallel.controls import Controls, modules_of, refusal
 from overlapc.parallel.gather import ShardedParam, ShardGroup, unshard

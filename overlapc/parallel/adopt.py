@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import fsdp2_groups, fsdp2_original, fsdp2_state, release_fsdp2
+from overlapc.fx.versions.sharding import fsdp2_groups, fsdp2_original, fsdp2_state, release_fsdp2
 from overlapc.parallel.access import FSDPModule, make_group, manage, name_groups
 from overlapc.parallel.controls import divided_by
 from overlapc.parallel.gather import ShardedParam, ShardGroup

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dis
 from overlapc.errors import ConfigError
 from overlapc.fx.claim import CLAIM
 from overlapc.fx.labels import ParamLabel, annotate
-from overlapc.fx.versions import only_in_backward
+from overlapc.fx.versions.changes import only_in_backward
 from overlapc.runtime.collective_ops import backend_of, gloo_all_gather
 
 _ops = torch.ops._c10d_functional

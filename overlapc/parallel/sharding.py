@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import StridedShard, joined_mesh
+from overlapc.fx.versions.sharding import StridedShard, joined_mesh
 from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel, halved
 
 _post_meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from overlapc.fx.group_names import OURS
-from overlapc.fx.versions import resolve_group
+from overlapc.fx.versions.sharding import resolve_group
 from overlapc.runtime.copies.pool import timeout_s
 
 

@@ -38,7 +38,7 @@ from overlapc.fx.inferred_labels import infer_labels
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
 from overlapc.fx.taken_out import take_out
-from overlapc.fx.versions import donated_inputs
+from overlapc.fx.versions.graphs import donated_inputs
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start
 from overlapc.lowering import Communication
 from overlapc.passes.base import Context

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from overlapc.fx.versions import Traced, compile_id, graph_breaks, traced
+from overlapc.fx.versions.dynamo import Traced, compile_id, graph_breaks, traced
 from overlapc.report.model import Capture, GraphBreak, StepRecord
 from overlapc.runtime import phases
 

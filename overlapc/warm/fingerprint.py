@@ -20,7 +20,8 @@ from torch.fx.node import Node
 from overlapc.errors import OverlapcError
 from overlapc.fx.group_names import ranks_of
 from overlapc.fx.precision import is_coarse
-from overlapc.fx.versions import group_name_of, resolve_group, size_hint
+from overlapc.fx.versions.sharding import group_name_of, resolve_group
+from overlapc.fx.versions.tensors import size_hint
 from overlapc.fx.written_numbers import written_number
 from overlapc.runtime.cache import content_key
 

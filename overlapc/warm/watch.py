@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from overlapc.fx.versions import StepMetadata, dtensor_step_metadata, mark_dynamic, step_metadata
+from overlapc.fx.versions.step_metadata import StepMetadata, dtensor_step_metadata, mark_dynamic, step_metadata
 from overlapc.runtime.counters import count
 from overlapc.runtime.dtensors import Borders, KnownDTensors, Remade, giving_dtensors, taking_dtensors
 from overlapc.runtime.step import Call, StepPlan, step_function

@@ -188,7 +188,7 @@ def test_the_graph_can_be_printed_and_traced_again():
 
 
 def test_arguments_are_freed_after_their_last_reader():
-    from overlapc.fx.versions import boxed
+    from overlapc.fx.versions.graphs import boxed
 
     wrapper = wrapped(lambda x: (x.sin() @ x.cos()).exp(), torch.randn(8, 8))
     given = [torch.randn(8, 8)]

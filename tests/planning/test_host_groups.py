@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from overlapc.fx.versions import resolve_group
+from overlapc.fx.versions.sharding import resolve_group
 from overlapc.planning.host_groups import DividedGroup, HostGroups, divided, divided_again, hosts_of, still_divided
 from tests.worlds import fake_world
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from overlapc.fx.versions import in_backward
+from overlapc.fx.versions.sharding import in_backward
 
 aten = torch.ops.aten
 # Intermediate values of these ops cancel (gelu far below 0 is x times a difference near 0), so each step is rounded.

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch.utils._sympy import functions as sizes
 
-from overlapc.fx.versions import float8_saturates
+from overlapc.fx.versions.tensors import float8_saturates
 from overlapc.ir.body import Constant, Op
 from overlapc.ir.indexing import ModularIndexing, Ranges, at_most, bounds
 from overlapc.runtime.triton_kernel import ELEMENT

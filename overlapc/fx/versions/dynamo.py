@@ -1,0 +1,141 @@
+"""Dynamo's settings, and its records of its compilations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import fx
+from torch._logging._internal import log_state
+
+
+def skip_calls_of(functions: Iterable[Callable[..., Any]]) -> None:
+    """Make Dynamo skip calls of functions that log messages.
+
+    torch 2.11 fails to write its configuration to its log if that names functions, and prints the error at each
+    compilation; it then writes it without them.
+    """
+    from torch._dynamo import config, utils  # here, because importing Dynamo takes a second
+
+    config.ignore_logging_functions.update(functions)
+    written = utils._get_dynamo_config_for_logging
+    try:
+        written()
+    except TypeError:
+
+        def without_functions() -> str | None:
+            with config.patch(ignore_logging_functions=set()):
+                return written()
+
+        utils._get_dynamo_config_for_logging = without_functions
+
+
+def compiled_autograd(gm: Any) -> bool:
+    """Whether compiled autograd traced `gm`, or will trace its backward: it supports only AOTAutograd's own functions.
+
+    A backward that it traced takes its inputs in lists, and is passed in a wrapper that is not a GraphModule.
+    """
+    from torch._dynamo import compiled_autograd as autograd
+    from torch._dynamo import config
+
+    return not isinstance(gm, fx.GraphModule) or config.compiled_autograd or autograd.compiled_autograd_enabled
+
+
+def name_lines_only_in_logs() -> None:
+    """Let Dynamo look for the function around a line only if it logs its trace.
+
+    Without this, Dynamo tokenizes the whole source file of each function that it traces, to name that function in a log
+    that is off by default (`TORCH_LOGS=trace_call`). Tokenizing torch/nn/functional.py takes 40 ms of CPU time.
+    """
+    from torch._dynamo import symbolic_convert  # here, because importing Dynamo takes a second
+
+    dynamo: Any = symbolic_convert
+    look_up = dynamo.get_funcname
+    if hasattr(look_up, "__wrapped__"):
+        return
+
+    @wraps(look_up)
+    def function_at(filename: str, line: int) -> str | None:
+        logged = any(map(log_state.is_artifact_enabled, ("trace_call", "trace_source")))
+        return look_up(filename, line) if logged else None
+
+    dynamo.get_funcname = function_at
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One compilation of one frame by Dynamo."""
+
+    compile_id: str  # "0/1": frame 0, its second compilation
+    function: str
+    source: str  # file:line
+    recompiled: str  # the guard of an earlier compilation that failed; "" for the first
+    seconds: float  # without the time spent in the backend
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One graph break."""
+
+    source: str  # file:line
+    code: str
+    reason: str
+
+
+def compile_id() -> str:
+    """Return the id of Dynamo's current compilation as in its logs; "" outside of compilations."""
+    return str(torch._guards.CompileContext.current_compile_id() or "")
+
+
+def traced() -> list[Traced]:
+    """Return torch's records of its last 64 compilations, in order."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [
+        Traced(
+            str(each.compile_id),
+            each.co_name,
+            f"{each.co_filename}:{each.co_firstlineno}",
+            _failed_guard(each.recompile_reason or ""),
+            max(0.0, (each.entire_frame_compile_time_s or 0.0) - (each.backend_compile_time_s or 0.0)),
+        )
+        for each in get_compilation_metrics()
+        if each.co_name is not None  # None: a backward graph, compiled when it first ran
+    ]
+
+
+def _failed_guard(reason: str) -> str:
+    """Return the guard and its line of code in one line, without the compilation's id and the stack that torch adds."""
+    guard = reason.partition("User stack trace:")[0]
+    return re.sub(r"^\d+/\d+: ", "", " ".join(guard.split()))
+
+
+def ends_in_break(gm: Any) -> bool:
+    """Whether `gm` ends in a graph break: the code behind the break runs before the backward of `gm`."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
+def graph_breaks() -> list[Broken]:
+    """Return the graph breaks of this process, in the order in which Dynamo recorded them."""
+    from torch._dynamo.output_graph import graph_break_reasons
+
+    found = []
+    for each in graph_break_reasons:
+        reason = next(iter(each.reason.strip().splitlines()), "")
+        frame = each.user_stack[-1] if each.user_stack else None
+        where = "" if frame is None else f"{frame.filename}:{frame.lineno}"
+        code = "" if frame is None else frame.line or ""
+        found.append(Broken(where, code, _BREAKS.get(reason.split(" ")[0], reason)))
+    return found
+
+
+# Descriptions of the breaks for which Dynamo gives a name instead of a sentence.
+_BREAKS = {
+    "generic_jump": "which branch is taken depends on a tensor's value",
+    "step_unsupported": "Dynamo does not trace this statement",
+}
