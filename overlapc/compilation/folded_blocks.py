@@ -69,7 +69,7 @@ class Folded:
             try:
                 traced = _traced(blocks[0], mode, trace)
                 if any(_share_memory(block, traced.changed) for block in blocks):
-                    raise Unfit("it changes an input that shares memory with another")
+                    raise Unfit("it changes an input that shares memory with another, or with a result")
             except Unfit as reason:
                 count(f"{blocks[0].block} and {len(blocks) - 1} like it traced one by one: {reason}")
                 continue
@@ -96,8 +96,8 @@ class Folded:
         stamps: dict[tuple[int, int], Stamp] = {}  # by block and call
         for node in graph_module.graph.nodes:
             if node.target not in (_forward, _backward):
-                if node.target is aten.copy.default and _is_new_value(value := node.args[1]):
-                    copies[node] = copies[value]
+                if node.target is aten.copy.default and _is_new_value(node.args[1], node):
+                    copies[node] = copies[node.args[1]]
                 elif node not in copies:
                     append_copy(graph, node, copies)
                 continue
@@ -181,7 +181,7 @@ class _Captured(Exception):
 
 
 def _traced(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
-    """Trace a block by itself. Unfit if its graphs do more than map its operands to results and gradients.
+    """Trace a block. Unfit if its graphs do more than map its operands to results and gradients.
 
     A result that is not contiguous gets a gradient with its own strides, or a contiguous one: both are traced.
     """
@@ -194,6 +194,7 @@ def _traced(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
 
 
 def _traced_alone(block: Stretch, mode: Any, trace: Trace, name: str) -> TracedBlock:
+    """Trace a block by itself once. name: of its constants, see `TracedBlock.of`."""
 
     def capture(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         raise _Captured(joint, num_fwd_outputs)
@@ -215,18 +216,20 @@ def _traced_alone(block: Stretch, mode: Any, trace: Trace, name: str) -> TracedB
     raise Unfit("AOTAutograd makes no joint graph")
 
 
-def _is_new_value(node: Any) -> bool:
-    """Whether this is what a block changes an operand to, which AOTAutograd copies once more before it is written."""
+def _is_new_value(node: Any, copied: fx.Node) -> bool:
+    """Whether a block changes an operand to `node`, of which AOTAutograd made a copy of the same layout before."""
     if node.target is not operator.getitem or node.args[0].target is not _forward:
         return False
     call, at = node.args
     block = _blocks[call.args[1]]
-    return at >= len(block.results) - len(block.changed)
+    first = len(block.results) - len(block.changed)
+    return at >= first and node.meta["val"].stride() == copied.meta["val"].stride()
 
 
 def _share_memory(block: Stretch, changed: Sequence[int]) -> bool:
-    """Whether one of these operands shares memory with another one."""
-    memory = [node.meta["example_value"].untyped_storage()._cdata for node in block.operands]
+    """Whether one of these operands shares memory with another one, or with a result."""
+    nodes = (*block.operands, *block.results)
+    memory = [node.meta["example_value"].untyped_storage()._cdata for node in nodes]
     return any(memory.count(memory[at]) > 1 for at in changed)
 
 

@@ -67,9 +67,12 @@ class TracedBlock:
         placeholders = joint.find_nodes(op="placeholder")
         tangents = tuple(node for node in placeholders if "tangents" in node.name)
         operands = tuple(node for node in placeholders if "tangents" not in node.name)
-        copied = [(*node.args, node) for node in joint.nodes if node.target is aten.copy_.default]
-        copied = [each for each in copied if each[0] in operands]
-        skipped = {*placeholders, *(node for *_, node in copied), joint.output_node()}
+        writes = [
+            node
+            for node in joint.find_nodes(op="call_function", target=aten.copy_.default)
+            if node.args[0] in operands and not belongs_to_backward(node)
+        ]
+        skipped = {*placeholders, *writes, joint.output_node()}
         nodes = [node for node in joint.nodes if node not in skipped]
         returned: Any = joint.output_node().args[0]
         results, gradients = tuple(returned[:forward_results]), tuple(returned[forward_results:])
@@ -77,10 +80,10 @@ class TracedBlock:
             raise Unfit("it returns views, or changes its inputs")
         if len(gradients) != len(operands):
             raise Unfit("its joint graph returns more than results and gradients")
-        changed = tuple(operands.index(operand) for operand, *_ in copied)
+        changed = tuple(operands.index(node.args[0]) for node in writes)
         if any(gradients[at] is not None for at in changed):
             raise Unfit("it changes an input that has a gradient")
-        results = (*results, *(value for _, value, _ in copied))
+        results = (*results, *(node.args[1] for node in writes))
         constants: dict[str, Tensor] = {}
         for node in nodes:
             constant = getattr(joint.owning_module, str(node.target)) if node.op == "get_attr" else None

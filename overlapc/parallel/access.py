@@ -20,6 +20,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
 from overlapc.errors import ConfigError
+from overlapc.fx.versions.dynamo import never_compiled_alone
 from overlapc.fx.versions.sharding import in_backward, set_fsdp2_state
 from overlapc.parallel import gathered
 from overlapc.parallel.controls import Controls, modules_of, refusal
@@ -249,10 +250,15 @@ def _property(name: str) -> property:
             return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name))
         full = gathered.gathered_of(self, name)
         if full is not None or _in_forward() or in_backward():
-            return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name), full)
+            return _unshard_eagerly(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name), full)
         return param
 
+    # Code behind a graph break reads parameters eagerly. Dynamo would compile a graph for the read of each parameter.
+    never_compiled_alone(get)
     return property(get)
+
+
+_unshard_eagerly = torch.compiler.disable(unshard)
 
 
 def _in_forward() -> bool:

@@ -69,6 +69,8 @@ class Block(nn.Module):
             x = x * self.seen
         if self.kind.startswith("changes a buffer"):
             self.seen.mul_(0.9).add_(x.detach().mean(0))
+        if self.kind == "changes a buffer and returns a row":
+            return self.seen[0], x + self.down(h) * mask
         if self.kind == "changes a buffer and reads another":
             x = x * self.other
         if self.kind == "no gradients":
@@ -110,6 +112,9 @@ class Model(nn.Module):
             elif self.kind == "two results":
                 x, more = layer(x, mask)
                 extra = extra + (more if layer is not self.layers[2] else more.detach())
+            elif self.kind == "changes a buffer and returns a row":
+                row, x = layer(x, mask)
+                row.mul_(2)  # changes the buffer, too
             elif self.kind == "returns an argument":
                 before, x = layer(x, mask)
                 extra = extra + before.detach().sum()
@@ -158,6 +163,13 @@ def one_buffer_for_all() -> Model:
     return model
 
 
+def a_buffer_returned_in_part() -> Model:
+    model = Model("changes a buffer and returns a row")
+    for layer in model.layers:
+        layer.seen = torch.rand(2, 8)
+    return model
+
+
 def buffers_of_one_tensor() -> Model:
     model = Model("changes a buffer and reads another")
     for layer in model.layers:
@@ -193,6 +205,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     },
     "one buffer for all": (one_buffer_for_all, LAYERS),
     "buffers of one tensor": (buffers_of_one_tensor, 0),
+    "a buffer returned in part": (a_buffer_returned_in_part, 0),
     "stages": (Stages, LAYERS),
     "checkpoint": (partial(Model, "checkpoint"), LAYERS),
     "two results": (partial(Model, "two results"), 0),  # one of them has no gradient

@@ -374,6 +374,29 @@ def test_eager_code_within_a_compiled_forward_reads_gathered_parameters(by_user:
     assert weight.grad.to_local().shape == weight.to_local().shape == (2,)
 
 
+class InLoop(nn.Module):
+    """Decides in a loop by a tensor, as LayerDrop does; Dynamo then runs all of `forward` eagerly."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        for name in ("weight", "bias"):
+            if torch.ones([]) < 0:
+                continue
+            x = x * getattr(self, name)
+        return x
+
+
+def test_eager_code_reads_parameters_without_a_graph_for_each():
+    model = fully_shard(InLoop(), mesh_1d())
+    recorder = Recorder()
+    torch.compile(model, backend=recorder)(torch.ones(2, 8)).sum().backward()
+    assert not any(gathers(graph) for graph in recorder.forward)
+    assert model.bias.grad.to_local().shape == (2,)
+
+
 def test_a_tensor_and_its_view_may_both_be_used_after_a_graph_break():
     class Broken(nn.Module):
         def __init__(self):

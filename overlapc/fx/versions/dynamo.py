@@ -13,6 +13,13 @@ from torch import fx
 from torch._logging._internal import log_state
 
 
+def never_compiled_alone(function: Callable[..., Any]) -> None:
+    """Let Dynamo trace `function` within its callers only, and never as a graph of its own."""
+    from torch._dynamo.eval_frame import skip_code  # here, because importing Dynamo takes a second
+
+    skip_code(function.__code__)
+
+
 def skip_calls_of(functions: Iterable[Callable[..., Any]]) -> None:
     """Make Dynamo skip calls of functions that log messages.
 
