@@ -33,6 +33,8 @@ _LEAST_SAVED = 5  # least number of nodes whose tracing is saved: tracing a bloc
 _BEGINS = frozenset({"_enter_autocast", "_vmap_increment_nesting"})
 _ENDS = frozenset({"_exit_autocast", "_vmap_decrement_nesting"})
 _HARMLESS = frozenset({"_log_api_usage_once", "lazy_load_decompositions"})
+# Methods that return their argument if it is of the right kind already.
+_CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu", "cuda"})
 
 
 class Unfit(Exception):
@@ -58,17 +60,14 @@ class Stretch:
 
 
 def read_originals(graph: fx.Graph) -> None:
-    """Let users of a call that returned its own argument (`x.to(x.device)`) read the argument, in all of `graph`.
+    """Let users of a conversion that returned its argument (`x.to(x.device)`) read the argument, in all of `graph`.
 
     A block that returns the result of such a call would return an operand.
     """
     for node in graph.nodes:
         value = node.meta.get("example_value")
-        if node.op in ("call_function", "call_method") and isinstance(value, Tensor):
-            same = (each for each in node.all_input_nodes if each.meta.get("example_value") is value)
-            original = next(same, None)
-            if original is not None:
-                node.replace_all_uses_with(original)
+        if node.op == "call_method" and node.target in _CONVERSIONS and node.args[0].meta.get("example_value") is value:
+            node.replace_all_uses_with(node.args[0])
 
 
 def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:

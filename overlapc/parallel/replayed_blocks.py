@@ -417,6 +417,10 @@ def _created_like(node: fx.Node, create: Callable[..., fx.Node], argument: Calla
     args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
     copy = create(node.op, node.target, args, kwargs, _numberless(made_as), node.type)
     copy.meta = {**node.meta, **copy.meta}
+    value = node.meta.get("example_value")
+    for each in node.all_input_nodes if isinstance(value, torch.Tensor) else ():
+        if each.meta.get("example_value") is value:  # the call returned its argument, and so does the copy
+            copy.meta["example_value"] = argument(each).meta["example_value"]
     if stack:
         copy.meta["source_fn_stack"] = [*stack[:-1], (copy.name, stack[-1][1])]
     if _numberless(node.name) != _numberless(made_as):

@@ -306,6 +306,7 @@ def test_values_of_different_blocks_do_not_share_memory() -> None:
     ("reshard", "ac"), [(True, ""), (False, "around"), (2, ""), (True, "around"), (True, "inside")]
 )
 def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool | int, ac: str) -> None:
+    replay_equal_blocks()
     with fake_world(4, rank=1):
         graphs = []
         for once in (False, True):
