@@ -39,6 +39,7 @@ from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
 from overlapc.fx.taken_out import take_out
 from overlapc.fx.versions.graphs import donated_inputs
+from overlapc.fx.written_numbers import fill_empty_constants
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start
 from overlapc.lowering import Communication
 from overlapc.passes.base import Context
@@ -115,6 +116,7 @@ def plan_graph(
     inline_control_deps(gm)
     clean_up(gm)
     canonicalize(gm)
+    fill_empty_constants(gm.graph)
     infer_labels(gm.graph)
     draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))

@@ -195,6 +195,21 @@ def test_tensors_in_a_cached_graph_are_those_of_this_process(tmp_path: Path):
         assert torch.equal(compiled(torch.ones(3)), torch.tensor([1.0, 2.0, 3.0]))
 
 
+class Extended(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([torch.tensor([], dtype=x.dtype), x.flatten()]).view(x.shape))
+
+
+def test_a_step_that_writes_an_empty_tensor_starts_warm(tmp_path: Path):
+    """Hugging Face's models make one in each layer, for keys that a cache holds."""
+    torch.manual_seed(0)
+    model, x = Extended(), torch.randn(8, 16)
+    cold, _ = step(model, tmp_path, x)
+    warm, counts = step(model, tmp_path, x)
+    assert counts["steps_from_cache"] == 1
+    assert all(torch.equal(*pair) for pair in zip(cold, warm, strict=True))
+
+
 def test_foreign_passes_given_by_name_are_not_cacheable():
     """Their code is not part of the key, so after a change of a pass, the old graph would be found."""
     environment_key(Config.of({"passes": "bucket,sink_waits"}))
