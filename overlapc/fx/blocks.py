@@ -65,9 +65,10 @@ def read_originals(graph: fx.Graph) -> None:
     A block that returns the result of such a call would return an operand.
     """
     for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if node.op == "call_method" and node.target in _CONVERSIONS and node.args[0].meta.get("example_value") is value:
-            node.replace_all_uses_with(node.args[0])
+        if node.op == "call_method" and node.target in _CONVERSIONS:
+            given, value = node.args[0], node.meta.get("example_value")
+            if isinstance(value, Tensor) and given.meta.get("example_value") is value:
+                node.replace_all_uses_with(given)
 
 
 def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:

@@ -46,7 +46,6 @@ from overlapc.fx.rng_state import describe, put_states_before_objects, unwrap_at
 from overlapc.fx.saved_sizes import save_sizes
 from overlapc.fx.versions.changes import saving_always_costs
 from overlapc.fx.versions.graphs import return_no_tangents
-from overlapc.fx.written_numbers import fill_empty_constants
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -67,7 +66,6 @@ def partition(
     """
     return_no_tangents(joint_module.graph, num_fwd_outputs)
     canonicalize(joint_module)
-    fill_empty_constants(joint_module.graph)
     draw_once(joint_module.graph)
     draw_late(joint_module.graph)
     joint_module.graph.eliminate_dead_code()  # else dead nodes would count as users

@@ -20,7 +20,7 @@ from torch.fx.experimental import proxy_tensor
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replace `attributes` of a module or class of torch."""
+    """Replace `attributes` of a module or class, and put the old ones back in the end."""
     before = {name: vars(owner)[name] for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
