@@ -138,6 +138,8 @@ def _layout(value: Any) -> Hashable:
         return place, value.dtype, value.device, value.is_conj(), value.is_neg()
     if isinstance(value, tuple | list):
         return tuple(map(_layout, value))
+    if isinstance(value, int | float):  # attention on a GPU returns lengths beside its tensors
+        return type(value), value
     return None if value is None else object()
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.config import Config
 from overlapc.fx.repeats import LEAST, Repeats, find_repeats
@@ -210,6 +212,24 @@ def test_stretches_are_as_long_as_a_layer_and_know_their_own_inputs():
     assert len(found.stretches) == len(found.inputs) >= LAYERS - 1
     assert all(len(given) == 1 for given in found.inputs)
     assert len({given for (given,) in found.inputs}) == len(found.inputs)
+
+
+def test_numbers_that_attention_on_a_gpu_returns_beside_its_tensors_are_compared():
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+    def run(h: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            h, *_ = attend(h, h @ w, h, None, True, 0.0, True)
+            for name in OPS:
+                h = getattr(torch, name)(h)
+        return h
+
+    with FakeTensorMode():
+        h, *weights = (torch.empty(size, device="cuda") for size in [(1, 2, 64, 16)] + [(16, 16)] * LAYERS)
+        gm = make_fx(run)(h.bfloat16(), *(w.bfloat16() for w in weights))
+    found = find_repeats(gm.graph, lambda node: None)
+    assert found is not None
+    assert len(found.stretches) >= LAYERS - 1
 
 
 @pytest.mark.parametrize("behind", [1, 5])
