@@ -111,7 +111,7 @@ def _try_combine(groups: Groups, report: FusionReport, one: int, other: int) -> 
     if refusal is None:
         report.combined.append((a.op.name, b.op.name))
     else:
-        report.refused.setdefault((a.op.name, b.op.name), f"not one launch: {refusal.reason}")
+        report.refused.setdefault((a.op.name, b.op.name), Refusal(f"not one launch: {refusal.reason}"))
     return refusal is None
 
 

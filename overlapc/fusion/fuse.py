@@ -122,7 +122,7 @@ class Fuser:
         """Return the report of all rounds, without refusals of kernels that were fused later in another way."""
         group_of = {name: group for group in self.groups for name in group.members}
         self.report.refused = {
-            (a, b): reason for (a, b), reason in self.report.refused.items() if group_of[a] is not group_of[b]
+            (a, b): refusal for (a, b), refusal in self.report.refused.items() if group_of[a] is not group_of[b]
         }
         self.report.kernel_of = {name: group.op.name for name, group in group_of.items()}
         return self.report
@@ -185,7 +185,7 @@ class Fuser:
         refusal = self._merged(a, b)
         if refusal is not None:
             self.settled.add(self._attempt(first, second))
-            self.report.refused[a.op.name, b.op.name] = refusal.reason
+            self.report.refused[a.op.name, b.op.name] = refusal
         return refusal is None
 
     def _merged(self, a: Group, b: Group) -> Refusal | None:

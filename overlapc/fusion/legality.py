@@ -47,7 +47,7 @@ def verdict(
     if isinstance(merged, Refusal) and changes.across and crosses(a.kernel.body, b.kernel.body):
         across = merge_across(a.kernel.body, b.kernel.body, groups.graph.hint, groups.bytes_of)
         if isinstance(across, Refusal):
-            across = Refusal(f"{merged.reason}; with crossing loops: {across.reason}")
+            across = _neither(merged, across)
         merged = across
     if isinstance(merged, Refusal) and changes.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction):
         merged = _reordered(groups, a, b) or merged
@@ -68,6 +68,10 @@ def verdict(
         return too_much
     reason = refuse(a.kernel.device, merged)
     return kernel if reason is None else Refusal(reason)
+
+
+def _neither(merged: Refusal, across: Refusal) -> Refusal:
+    return Refusal(lambda: f"{merged.reason}; with crossing loops: {across.reason}")
 
 
 def _should_share_launch(groups: Groups, a: Group, b: Group) -> bool:

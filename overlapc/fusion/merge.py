@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 
 import sympy
 
@@ -11,18 +12,45 @@ from overlapc.ir.body import Body, Load, Loop, Store, Value, op
 from overlapc.ir.conversions import as_read, constant
 from overlapc.ir.indexing import exact_quotient, is_one, loop_symbol, numel
 from overlapc.ir.rewriting import canonical, rewrite, with_loops
+from overlapc.ir.template import once_for_all_buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why two kernels stay separate, as a report prints it."""
+    """Why two kernels stay separate."""
 
-    reason: str
+    why: str | Callable[[], str]  # a function where the text takes long: most of them are never printed
+
+    @property
+    def reason(self) -> str:
+        """The reason as a report prints it."""
+        return self.why if isinstance(self.why, str) else self.why()
 
     def __bool__(self) -> bool:
         return False
 
 
+def merged_once(merging: Callable[[Body, Body], Body | Refusal]) -> Callable[[Body, Body], Body | Refusal]:
+    """Decorate a function of two bodies as `once_for_all_buffers` does; a reason of a refusal is found when asked."""
+
+    @once_for_all_buffers
+    def merged(*bodies: Body) -> Body | None:
+        found = merging(*bodies)
+        return found if isinstance(found, Body) else None
+
+    @wraps(merging)
+    def of(first: Body, second: Body) -> Body | Refusal:
+        def reason() -> str:
+            refused = merging(first, second)
+            assert isinstance(refused, Refusal)
+            return refused.reason
+
+        return merged(first, second) or Refusal(reason)
+
+    return of
+
+
+@merged_once
 def merge(first: Body, second: Body) -> Body | Refusal:
     """Return one body for `first` followed by `second`, with the stores of both, or a refusal.
 

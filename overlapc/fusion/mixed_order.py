@@ -18,7 +18,7 @@ from collections.abc import Callable
 import sympy
 
 from overlapc.fusion.loop_order import Bytes, scattered_bytes
-from overlapc.fusion.merge import Refusal, merge, with_reduction_at
+from overlapc.fusion.merge import Refusal, merge, merged_once, with_reduction_at
 from overlapc.ir.body import LOW_PRECISION, TOTALS, Body, Cast, Loop, Reduce, Store, Value, topological
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.rewriting import with_loops
@@ -115,6 +115,7 @@ def _as_total(store: Store) -> Store:
     return dataclasses.replace(store, value=arg, mode=value.kind, total_dtype=rounded)
 
 
+@merged_once
 def _one_reduces(first: Body, second: Body) -> Body | Refusal:
     """Return one kernel over the loops of the reduction; or a refusal.
 

@@ -75,14 +75,14 @@ def test_a_launch_does_not_raise_the_peak_of_memory(monkeypatch: pytest.MonkeyPa
     ops = [extern("m", "a"), pointwise("y", "m"), extern("n", "y"), pointwise("z", "b")]
     found, report = launches(graph(ops, ["n", "z"]))
     assert found[-1] == ["z"]
-    assert "exceed peak memory" in report.refused["y", "z"]
+    assert "exceed peak memory" in report.refused["y", "z"].reason
 
 
 def test_a_writer_that_must_wait_for_a_reader_is_not_combined_with_it() -> None:
     ops: list[IROp] = [pointwise("x", "a"), overwrite("w", "a"), pointwise("y", "a__w")]
     found, report = launches(graph(ops, ["x", "y", "a__w"]))
     assert found == [["x"], ["w"], ["y"]]
-    assert "not one launch: w must run between them" in report.refused["x", "y"]
+    assert "not one launch: w must run between them" in report.refused["x", "y"].reason
 
 
 def test_nothing_is_combined_across_a_library_call() -> None:

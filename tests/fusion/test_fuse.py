@@ -80,7 +80,7 @@ def test_equal_kernels_that_share_only_a_scalar_are_left_for_one_launch() -> Non
     made = graph([scaled("x", "a"), scaled("y", "b")], ["x", "y"], views=views)
     found, report = fused(made)
     assert found == ["x", "y"]
-    assert "one launch may run both" in report.refused["x", "y"]
+    assert "one launch may run both" in report.refused["x", "y"].reason
 
 
 def test_kernels_that_share_no_buffer_do_not_fuse() -> None:
@@ -120,7 +120,7 @@ def test_kernels_do_not_fuse_across_an_op_that_must_run_between_them() -> None:
     ops = [pointwise("x", "a"), extern("mm", "x"), pointwise("y", "a", "mm")]
     order, report = fused(graph(ops, ["x", "y"]))
     assert order == ["x", "mm", "y"]
-    assert report.refused["x", "y"] == "mm must run between them"
+    assert report.refused["x", "y"].reason == "mm must run between them"
     assert "apart x | y: mm must run between them" in str(report)
 
 
@@ -138,13 +138,13 @@ def test_bodies_are_not_merged_where_an_op_must_run_between_the_kernels(monkeypa
 def test_kernels_of_different_devices_do_not_fuse() -> None:
     first = pointwise("x", "a")
     other = dataclasses.replace(pointwise("y", "a"), device=CUDA)
-    assert fused(graph([first, other], ["x", "y"]))[1].refused["x", "y"] == "they run on different devices"
+    assert fused(graph([first, other], ["x", "y"]))[1].refused["x", "y"].reason == "they run on different devices"
 
 
 def test_the_buffers_of_a_fused_kernel_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     made = graph([pointwise("x", "a", "b"), pointwise("y", "b", "c")], ["x", "y"])
     monkeypatch.setattr(legality, "MOST_BUFFERS", 4)
-    assert fused(made)[1].refused["x", "y"] == "together they use more than 4 buffers"
+    assert fused(made)[1].refused["x", "y"].reason == "together they use more than 4 buffers"
     monkeypatch.setattr(legality, "MOST_BUFFERS", 5)
     assert fused(made)[0] == ["y"]
 
@@ -152,7 +152,7 @@ def test_the_buffers_of_a_fused_kernel_are_limited(monkeypatch: pytest.MonkeyPat
 def test_the_values_of_a_fused_kernel_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     made = graph([pointwise("x", "a"), pointwise("y", "a", "b")], ["x", "y"])
     monkeypatch.setattr(legality, "LARGEST_KERNEL", 4)
-    assert fused(made)[1].refused["x", "y"] == "together they compute more than 4 values"
+    assert fused(made)[1].refused["x", "y"].reason == "together they compute more than 4 values"
     monkeypatch.setattr(legality, "LARGEST_KERNEL", 5)
     assert fused(made)[0] == ["y"]
 
@@ -191,7 +191,7 @@ def test_a_fusion_that_would_exceed_peak_memory_is_refused(monkeypatch: pytest.M
     made = held(ELEMENTS - 1 - P[0])
     ops, report = fuse(made.ops, made, freeable={"saved"})
     assert names(ops) == ["x", "peak", "end", "y"]
-    assert report.refused["x", "y"] == "it would keep 32 more bytes live and exceed peak memory"
+    assert report.refused["x", "y"].reason == "it would keep 32 more bytes live and exceed peak memory"
     assert names(fuse(made.ops, made)[0]) == ["peak", "end", "y"]  # not freeable: the caller holds `saved` anyway
     made = held(P[0])
     assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["peak", "end", "y"]  # y reuses the memory of `end`
@@ -222,8 +222,8 @@ def test_no_start_becomes_dependent_on_a_wait(late_first: bool) -> None:
     ops: list[IROp] = [start("s0", "a"), wait("w", "s0"), *pair, start("s1", "early")]
     order, report = fused(graph(ops, ["late", "s1"]))
     assert order == ["s0", "w", *names(pair), "s1"]
-    (reason,) = report.refused.values()
-    assert reason == "one precedes a collective's start, the other follows a wait"
+    (refusal,) = report.refused.values()
+    assert refusal.reason == "one precedes a collective's start, the other follows a wait"
 
 
 def test_earlier_fusions_count_for_dependences_of_starts_on_waits() -> None:
@@ -243,7 +243,7 @@ def test_earlier_fusions_count_for_dependences_of_starts_on_waits() -> None:
     fuser = Fuser(made.ops, made)
     assert fuser.try_merge(2, 3)
     assert not fuser.try_merge(5, 6)
-    assert "start" in fuser.report.refused["z", "early"]
+    assert "start" in fuser.report.refused["z", "early"].reason
 
 
 def test_kernels_on_the_same_side_of_a_wait_fuse() -> None:

@@ -198,7 +198,7 @@ def test_row_and_column_sums_of_a_square_matrix_do_not_fuse() -> None:
 
     ops, report = fuse_ops(capture(function, torch.randn(64, 64)))
     assert sum(isinstance(each, Loops) for each in ops) == 2
-    assert any("different orders" in reason for reason in report.refused.values())
+    assert any("different orders" in each.reason for each in report.refused.values())
 
 
 def test_equal_sizes_alone_do_not_merge_an_element_wise_kernel_with_a_column_reduction() -> None:
