@@ -17,6 +17,7 @@ from overlapc.launch.commands.plan import plan
 from overlapc.launch.commands.report import diff, report
 from overlapc.launch.commands.run import run
 from overlapc.launch.torchrun import JobFailed
+from overlapc.stack_room import with_stack_room
 
 # New versions of typer contain a copy of click, old ones import it; in both, this is click's `ClickException`.
 _UsageProblem: Any = typer.BadParameter.__mro__[2]
@@ -62,6 +63,7 @@ app.command()(options)
 app.command("version")(show_version)
 
 
+@with_stack_room
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0, 1 (a job failed), 2 (bad input) or 130 (Ctrl-C)."""
     given = sys.argv[1:] if arguments is None else arguments

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlapc.backend import plan_only, schedule_only
 from overlapc.compilation.plan_only import plan_schedules
+from overlapc.compilation.preparation import prepare_torch
 from overlapc.config import Config
 from overlapc.errors import ConfigError, unknown_name
 from overlapc.gc_paused import gc_paused
@@ -31,7 +32,6 @@ from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
 from overlapc.launch.sweep import MOST_RANKS
 from overlapc.parallel import FSDPModule
-from overlapc.parallel.access import replay_equal_blocks
 from overlapc.passes.base import Context
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.report import record
@@ -193,7 +193,6 @@ def _trace(cfg: PlanConfig, options: Config, mesh: DeviceMesh, backend: Callable
         if isinstance(model, FSDPModule) and not profile_of(options, {"cpu"}).synchronous:
             model.set_gradient_divide_factor(1.0, recurse=True)  # on GPUs, NCCL averages and no kernel divides
         tokens, targets = (torch.zeros(cfg.batch, cfg.seq, dtype=torch.int64) for _ in range(2))
-        if options.trace_once:
-            replay_equal_blocks()
+        prepare_torch(options)
         step = torch.compile(model, backend=backend, fullgraph=True)
         step(tokens, targets).backward()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from overlapc.backend import plan_only
+from overlapc.compilation.preparation import prepare_torch
 from overlapc.config import Config
 from overlapc.launch.without_gpus import Patches
 from overlapc.parallel import FSDPModule, adopt_fsdp2
@@ -52,6 +53,7 @@ class PlannedCompile:
         """Replaces torch.compile."""
         if isinstance(model, nn.Module) and _is_of_fsdp2(model):
             self._adopt(model)
+        prepare_torch(self._options)
         given.update(backend=self._plan, mode=None, options=None)
         made = _torch_compile(model, **given)
         if isinstance(made, nn.Module) and not any(isinstance(module, fsdp.FSDPModule) for module in made.modules()):

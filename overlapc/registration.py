@@ -8,7 +8,6 @@ torch's own look-up of the entry point imports overlapc, torch registers the bac
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -57,10 +56,8 @@ def _register(registry: ModuleType) -> None:
 
 
 def _prepare_early() -> None:
-    """Make `torch.compile` check overlapc's options; otherwise they are first checked when the first graph is compiled,
-    30 frames deep in the first call. It also pauses garbage collection while Dynamo compiles, lets fake tensors
-    initialize a GPU only once, spares Dynamo the search for names that it does not log, and prepares it for messages
-    that are logged once and for the equal blocks of a model that overlapc shards.
+    """Make `torch.compile` check overlapc's options, and call `prepare_torch`; otherwise options are first checked when
+    the first graph is compiled, 30 frames deep in the first call.
 
     torch 2.11 to 2.13 keep backend, options and mode in `_TorchCompileWrapper`. In a torch without this class, options
     are still checked with the first graph.
@@ -74,35 +71,12 @@ def _prepare_early() -> None:
     def init_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if getattr(self, "compiler_fn", None) is overlapc:
-            from overlapc.fx.versions.dynamo import name_lines_only_in_logs
-            from overlapc.fx.versions.tensors import initialize_gpus_once
-            from overlapc.gc_paused import pause_while_compiling
+            from overlapc.compilation.preparation import prepare_torch
             from overlapc.options.checked_options import checked_options
 
-            pause_while_compiling()
-            _skip_messages_logged_once()
-            initialize_gpus_once()
-            name_lines_only_in_logs()
-            config = checked_options(**getattr(self, "kwargs", {}))
-            access = sys.modules.get("overlapc.parallel.access")
-            if access is not None and config.trace_once:
-                access.replay_equal_blocks()
+            prepare_torch(checked_options(**getattr(self, "kwargs", {})))
 
     compile_wrapper.__init__ = init_and_prepare
-
-
-def _skip_messages_logged_once() -> None:
-    """Make Dynamo skip calls of a logger's `warning_once` and `info_once`, with which transformers extends loggers.
-
-    Otherwise a message, such as that of gradient checkpointing about `use_cache`, ends the graph amid a model, and
-    Dynamo traces all that comes before it once more for each function that it is nested in.
-    """
-    methods = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
-    added = [method for method in methods if method is not None]
-    if added:
-        from overlapc.fx.versions.dynamo import skip_calls_of
-
-        skip_calls_of(added)
 
 
 class _Watch(MetaPathFinder):

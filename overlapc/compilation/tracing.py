@@ -33,6 +33,7 @@ from overlapc.passes.runner import select
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
 from overlapc.runtime.phases import phase
+from overlapc.stack_room import with_stack_room
 
 GraphCompiler = Callable[..., Callable[..., Any]]  # called with (gm, inputs, *, config, name)
 Partition = Callable[..., tuple[GraphModule, GraphModule]]  # AOTAutograd's `partition_fn`: splits a joint graph
@@ -145,6 +146,7 @@ def _hidden(compiler: GraphCompiler) -> GraphCompiler:
     """Return `compiler` with Dynamo disabled for it and for what it returns: Dynamo may be tracing while backward is
     compiled and run."""
 
+    @with_stack_room
     def compile_backward(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         return disable(disable(compiler)(*args, **kwargs), reason="it is compiled")
 

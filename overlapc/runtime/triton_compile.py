@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from overlapc.errors import ToolchainError
+from overlapc.stack_room import with_stack_room
 
 DIVISIBILITY = 16  # bytes of a pointer, elements of a size
 REVISION = 1  # of the changes that `compile_now` makes to Triton's output; part of the cache key
@@ -175,6 +176,7 @@ def warm_up() -> None:
     compile_now(Specification(prelude, "nothing", (), {}, (), {"num_warps": 1}, ("cuda", 90, 32)))
 
 
+@with_stack_room
 def serve() -> None:
     """Compile the specification on each line of stdin and answer with a line, which `answered` parses."""
     warm_up()

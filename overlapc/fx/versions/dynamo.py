@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch._logging._internal import log_state
 
+from overlapc.stack_room import has_stack_room, with_stack_room
+
 
 def never_compiled_alone(function: Callable[..., Any]) -> None:
     """Let Dynamo trace `function` within its callers only, and never as a graph of its own."""
@@ -71,6 +73,15 @@ def name_lines_only_in_logs() -> None:
         return look_up(filename, line) if logged else None
 
     dynamo.get_funcname = function_at
+
+
+def compile_with_stack_room() -> None:
+    """Let Dynamo trace and compile each frame with room on Python's stack."""
+    from torch._dynamo import convert_frame  # here, because importing Dynamo takes a second
+
+    dynamo: Any = convert_frame
+    if not has_stack_room(dynamo._compile):
+        dynamo._compile = with_stack_room(dynamo._compile)
 
 
 @dataclass(frozen=True)

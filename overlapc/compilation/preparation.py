@@ -1,0 +1,40 @@
+"""What overlapc changes in torch before Dynamo traces a model for it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from overlapc.config import Config
+from overlapc.fx.versions.dynamo import compile_with_stack_room, name_lines_only_in_logs, skip_calls_of
+from overlapc.fx.versions.tensors import initialize_gpus_once
+from overlapc.gc_paused import pause_while_compiling
+
+
+def prepare_torch(config: Config) -> None:
+    """Pause garbage collection while Dynamo compiles, and give it room on Python's stack; let fake tensors initialize a
+    GPU only once; spare Dynamo the search for names that it does not log; and prepare it for messages that are logged
+    once and for the equal blocks of a model that overlapc shards.
+
+    Calls after the first one change nothing more.
+    """
+    pause_while_compiling()
+    _skip_messages_logged_once()
+    initialize_gpus_once()
+    name_lines_only_in_logs()
+    compile_with_stack_room()
+    access = sys.modules.get("overlapc.parallel.access")  # imported by whoever shards a model
+    if access is not None and config.trace_once:
+        access.replay_equal_blocks()
+
+
+def _skip_messages_logged_once() -> None:
+    """Make Dynamo skip calls of a logger's `warning_once` and `info_once`, with which transformers extends loggers.
+
+    Otherwise a message, such as that of gradient checkpointing about `use_cache`, ends the graph amid a model, and
+    Dynamo traces all that comes before it once more for each function that it is nested in.
+    """
+    methods = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
+    added = [method for method in methods if method is not None]
+    if added:
+        skip_calls_of(added)
