@@ -24,8 +24,8 @@ def prepare_torch(config: Config) -> None:
     name_lines_only_in_logs()
     compile_with_stack_room()
     access = sys.modules.get("overlapc.parallel.access")  # imported by whoever shards a model
-    if access is not None and config.trace_once:
-        access.replay_equal_blocks()
+    if access is not None:
+        access.prepare_dynamo(config.trace_once)
 
 
 def _skip_messages_logged_once() -> None:

@@ -149,11 +149,22 @@ def call_block(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
     return super(FSDPModule, module).__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-def replay_equal_blocks() -> None:
-    """Make Dynamo trace equal sharded blocks only once."""
-    from overlapc.parallel.replayed_blocks import replay
+def key_of(module: nn.Module, name: str, form: str) -> str:
+    """Return the key of a parameter that `manage` was given, whose form is `form`.
 
-    replay(call_block)
+    This is a separate function so that Dynamo guards on the form only: a graph then serves all modules with parameters
+    of these forms, and names the parameters of the module that it was captured for.
+    """
+    return str(module.__dict__["_overlapc_keys"][name])
+
+
+def prepare_dynamo(trace_once: bool) -> None:
+    """Make Dynamo guard on forms of parameters instead of keys; trace_once: and trace equal sharded blocks once."""
+    from overlapc.parallel.replayed_blocks import guard_on_forms, replay
+
+    guard_on_forms(key_of)
+    if trace_once:
+        replay(call_block)
 
 
 for _name, _theirs in vars(fsdp2.FSDPModule).items():
@@ -221,10 +232,13 @@ def make_group(
 
 
 def name_groups(root: nn.Module) -> None:
-    """Set the module paths of every group at or below `root`."""
+    """Set the module paths of every group at or below `root`, and the forms of parameters, which depend on them."""
     for path, module in root.named_modules():
         for group in groups_of(module) or ():
             group.paths[module.__dict__["_overlapc_part"]] = path
+    for module in root.modules():
+        if params := managed(module):
+            module.__dict__["_overlapc_forms"] = {name: param.form for name, param in params.items()}
 
 
 def _set_class(module: nn.Module, names: Iterable[str], group: bool) -> None:
@@ -247,7 +261,8 @@ def _property(name: str) -> property:
     def get(self: Any) -> Tensor | None:
         param = self._parameters[name]
         if torch.compiler.is_dynamo_compiling():
-            return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name))
+            key = key_of(self, name, self._overlapc_forms[name])
+            return unshard(param, key, self._overlapc_unsynced.get(name))
         full = gathered.gathered_of(self, name)
         if full is not None or _in_forward() or in_backward():
             return _unshard_eagerly(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name), full)

@@ -119,6 +119,7 @@ def _describe_anew(modules: Iterable[nn.Module], change: Callable[[ShardedParam]
                 changed[id(param)] = _variant(change(param))
             params[name] = new = changed[id(param)]
             module.__dict__["_overlapc_keys"][name] = new.key
+            module.__dict__["_overlapc_forms"][name] = new.form
             parameter = module._parameters[name]
             if parameter is not None:
                 parameter._overlapc_sharded = parameter, new  # type: ignore[attr-defined]

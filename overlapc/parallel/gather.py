@@ -76,10 +76,11 @@ class ShardGroup:
         return bool(self.reshard_after_forward)
 
 
-# Compiled code names a parameter by a short key instead of holding its ShardedParam: Dynamo then guards on one
-# string per parameter rather than on every field of the description.
+# Compiled code names a parameter by a short key instead of holding its ShardedParam. Dynamo guards on its form, one
+# string per parameter, rather than on every field of the description.
 _params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
 _count = itertools.count()
+_forms: dict[Any, str] = {}  # signature -> form
 
 # During an eager backward, by parameter key: full gradients of earlier micro-batches, to be reduced with this one's.
 due: dict[str, Tensor] = {}
@@ -127,6 +128,11 @@ class ShardedParam:
         others = ("name", "group", "part", "variants", "key")
         mine = [getattr(self, each.name) for each in fields if each.name not in others]
         return (*mine, group.axis, group.replicate, group.post, group.reshard)
+
+    @property
+    def form(self) -> str:
+        """A name that parameters have in common if their signatures are equal."""
+        return _forms.setdefault(self.signature, f"form {len(_forms)}")
 
     @property
     def label(self) -> ParamLabel:

@@ -34,11 +34,11 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source
 from torch._subclasses.fake_tensor import FakeTensor
 
-from overlapc.parallel.gather import described_params
 from overlapc.parallel.guarded import Compared, compared, is_within, subject
 from overlapc.runtime.counters import count
 
 _BLOCKS = "overlapc_blocks"  # attribute of Dynamo's tracer of a graph: the traced blocks, by the form of their inputs
+_KEYS = "overlapc_keys"  # another: the keys of parameters that it read, see `_KeyOf`
 # attributes of a module: its hooks -> the hooks among them that are called in another way
 _HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
@@ -54,6 +54,46 @@ class Unfit(Exception):
 def replay(call: Any) -> None:
     """Make Dynamo replay `call(module, *args, **kwargs)`, a function of this package, for equal modules."""
     VariableBuilder._id_dispatch()[id(call)] = lambda builder, value: _Call(value, source=builder.source)
+
+
+def guard_on_forms(key_of: Any) -> None:
+    """Make Dynamo take what `key_of(module, name, form)` returns for a constant on which it does not guard."""
+    VariableBuilder._id_dispatch()[id(key_of)] = lambda builder, value: _KeyOf(value, source=builder.source)
+
+
+class _KeyOf(UserFunctionVariable):
+    """Dynamo's variable for the function that returns the key of a parameter."""
+
+    def call_function(self, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        module, name, _ = [each.realize() for each in args]  # a realized form is guarded
+        if not isinstance(module, UnspecializedNNModuleVariable) or module.source is None:
+            return super().call_function(tx, args, kwargs)
+        read = _KeyRead(module.source, name.as_python_constant(), self.fn(module.value, name.as_python_constant(), ""))
+        _keys_read(tx).append(read)
+        return ConstantVariable.create(read.key)
+
+
+@dataclass(frozen=True)
+class _KeyRead:
+    """The key of a parameter that Dynamo read while tracing."""
+
+    module: Source
+    name: str  # of the parameter in its module
+    key: str
+
+    def of(self, tx: Any, named: _Renamed, cache: dict[Source, Any]) -> _KeyRead:
+        """Return what the same code reads in another block; Unfit if that has no such parameter."""
+        module = named(self.module)
+        try:
+            return _KeyRead(module, self.name, _value(tx, module, cache).__dict__["_overlapc_keys"][self.name])
+        except KeyError:
+            raise Unfit(f"{module.name} has no parameter {self.name} of its own") from None
+
+
+def _keys_read(tx: Any) -> list[_KeyRead]:
+    """Return the keys that Dynamo has read so far, to be appended to."""
+    found: list[_KeyRead] = vars(tx.output.root_tracer).setdefault(_KEYS, [])
+    return found
 
 
 class _Call(UserFunctionVariable):
@@ -180,6 +220,7 @@ class _Recording:
         self._modes, self._annotation = GlobalStateGuard(), _annotation()
         self._effects = self._seen_effects()
         self._read: list[Source] = []
+        self._keys_before = len(_keys_read(tx))
         self._changed: list[Any] = []  # objects from outside of the block
 
     def _seen_effects(self) -> Any:
@@ -248,6 +289,7 @@ class _Recording:
             nodes=nodes,
             captured=captured,
             checks=self._checks(),
+            params=[read for read in _keys_read(self._tx)[self._keys_before :] if is_within(read.module, root)],
             keys={each: _keys(self._tx, each, {}) for each in output.guard_on_key_order if is_within(each, root)},
             result=_results(result, inside, [*self._inputs.tensors, *captured]),
         )
@@ -274,8 +316,7 @@ class _Recording:
                 raise Unfit(f"it has a guard of kind {guard.create_fn_name()}")
             source, given = subject(guard)
             value = _value(self._tx, source, cache)
-            kept = value if isinstance(value, str) else None
-            found.append(_Check(guard, source, given, compare, kept, type(value), compare(given, value)))
+            found.append(_Check(guard, source, given, compare, type(value), compare(given, value)))
         return found
 
 
@@ -287,7 +328,6 @@ class _Check:
     source: Source  # of the value that is compared
     given: dict[str, Any]  # the guard's other arguments
     compare: Compared
-    value: str | None  # the value if it is text: it may name a parameter
     kind: type
     expected: Any
 
@@ -313,6 +353,7 @@ class _Block:
     nodes: list[fx.Node]
     captured: dict[fx.Node, Source]  # graph inputs that its module holds
     checks: list[_Check]
+    params: list[_KeyRead]  # of parameters that its module holds
     keys: dict[Source, list[Any]]  # of dictionaries that were iterated over, in order
     result: Any  # a node, or a tuple of nodes
 
@@ -322,18 +363,20 @@ class _Block:
             return None
         named = _Renamed(self.inputs.root, inputs.root)
         cache: dict[Source, Any] = {}
-        params: dict[str, str] = {}  # keys of the traced block's parameters -> keys of this block's
         for check in self.checks:
             value = _value(tx, named(check.source), cache)
             other = value if check.same is None else _value(tx, named(check.same), cache)
             if other is not value:
                 return None
-            if isinstance(check.value, str) and _equal_parameters(check.value, value):
-                params[check.value] = value
-            elif type(value) is not check.kind or check.compare(check.given, value) != check.expected:
+            if type(value) is not check.kind or check.compare(check.given, value) != check.expected:
                 return None
         if any(_keys(tx, named(source), cache) != keys for source, keys in self.keys.items()):
             return None
+        params: dict[str, str] = {}  # keys of the traced block's parameters -> keys of this block's
+        read = [each.of(tx, named, cache) for each in self.params]
+        for ours, theirs in zip(self.params, read, strict=True):
+            if params.setdefault(ours.key, theirs.key) != theirs.key:  # one parameter there, two here
+                return None
         copies = dict(zip(self.inputs.tensors, inputs.tensors, strict=True))
         known = set(tx.output.graph.find_nodes(op="placeholder"))
         for node, source in self.captured.items():
@@ -349,6 +392,7 @@ class _Block:
             else:
                 install_guard(source.make_guard(make))
         tx.output.guard_on_key_order.update(map(named, self.keys))
+        _keys_read(tx).extend(read)
         for node in self.captured:
             if copies[node] not in known:
                 self._set_modules(tx, node, copies[node])
@@ -466,12 +510,6 @@ def _keys(tx: Any, source: Source, cache: dict[Source, Any]) -> list[Any]:
         return keys
     module = _value(tx, source.base, cache)
     return [[key in getattr(module, ways) for ways in _HOOKS[source.member]] for key in keys]
-
-
-def _equal_parameters(key: str, other: Any) -> bool:
-    """Whether two keys name parameters that are gathered alike."""
-    known = key in described_params and isinstance(other, str) and other in described_params
-    return known and described_params[key][0] == described_params[other][0]
 
 
 def _annotation() -> Any:

@@ -12,7 +12,7 @@ from overlapc.runtime import phases
 
 _RESUMED = "torch_dynamo_resume_in_"  # prefix of Dynamo's name for the code after a graph break
 _UNSYNCED = "_overlapc_unsynced"  # an attribute of sharded modules that guards read
-_KEYS = "_overlapc_keys"  # an attribute that identifies the parameters of one model, also read by guards
+_FORMS = "_overlapc_forms"  # an attribute that says how parameters are sharded and reduced, also read by guards
 _ADOPTED = "parallel/access.py"  # holds the call that Dynamo traces when a sharded module is compiled
 _SHOWN = 6  # graph breaks, and functions with variants, that are printed
 
@@ -105,8 +105,8 @@ def _variants(captures: Sequence[Capture], step: StepRecord) -> Iterator[str]:
 def _why(capture: Capture) -> str:
     if _UNSYNCED in capture.recompiled:
         return "because gradients are reduced in one variant and not in the other (no_sync, set_requires_gradient_sync)"
-    if _KEYS in capture.recompiled:
-        return "because it is another instance of the model, with its own parameters"
+    if _FORMS in capture.recompiled:
+        return "because parameters are sharded, gathered or reduced in another way"
     return f"because {capture.recompiled}" if capture.recompiled else "the first"
 
 

@@ -25,7 +25,7 @@ from overlapc.fx.labels import label_of
 from overlapc.fx.source import module_path
 from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy
 from overlapc.fx.supported_torch import check_torch_version
-from overlapc.parallel.access import replay_equal_blocks
+from overlapc.parallel.access import prepare_dynamo
 from overlapc.runtime.counters import counted
 from tests.parallel.sharded import shard
 from tests.parallel.tiny import Tiny, batch, tensor_parallel
@@ -306,7 +306,7 @@ def test_values_of_different_blocks_do_not_share_memory() -> None:
     ("reshard", "ac"), [(True, ""), (False, "around"), (2, ""), (True, "around"), (True, "inside")]
 )
 def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool | int, ac: str) -> None:
-    replay_equal_blocks()
+    prepare_dynamo(trace_once=True)
     with fake_world(4, rank=1):
         graphs = []
         for once in (False, True):
@@ -325,7 +325,7 @@ def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool 
 def test_blocks_with_tensor_parallelism_are_traced_once(ac: str) -> None:
     with fake_world(4, rank=1):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        replay_equal_blocks()
+        prepare_dynamo(trace_once=True)
         # Before torch 2.12, each DTensor call that Dynamo traces is a function of its own.
         folds = check_torch_version() >= (2, 12) or ac != "around"
         graphs = []

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from overlapc.fx.source import module_path
 from overlapc.parallel import fully_shard
-from overlapc.parallel.access import call_block, replay_equal_blocks
+from overlapc.parallel.access import call_block, prepare_dynamo
 from overlapc.parallel.gather import described_params
 from overlapc.runtime.counters import counted
 from tests.parallel.sharded import mesh_1d
@@ -102,7 +102,7 @@ def capture(model: Any, once: bool, run: Callable[[Any], Any]) -> tuple[list[Any
     dispatch: Any = VariableBuilder._id_dispatch()
     dispatch.pop(id(call_block), None)
     if once:
-        replay_equal_blocks()
+        prepare_dynamo(trace_once=True)
     try:
         result = run(torch.compile(model, backend=keep))
     finally:
