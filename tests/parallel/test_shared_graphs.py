@@ -1,0 +1,100 @@
+"""Modules with equal parameters share a graph where a model breaks the graph in each layer; gradients equal FSDP2's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+
+import overlapc
+from tests.ranks import values_on_ranks
+
+RANKS, LAYERS, DIM, STEPS = 2, 10, 6, 3
+
+
+class Block(nn.Module):
+    """Breaks the graph inside, as a layer does that looks at its activations."""
+
+    def __init__(self, breaks: bool, hidden: int) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, hidden), nn.Linear(hidden, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(self.norm(x)))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.down(h)
+
+
+class Model(nn.Module):
+    """breaks: "inside" of each layer, or "between" the layers, as LayerDrop does."""
+
+    def __init__(self, breaks: str) -> None:
+        super().__init__()
+        self.between = breaks == "between"
+        sizes = [9 if at == 3 else 10 for at in range(LAYERS)]  # one layer has other shapes, and uneven shards
+        self.layers = nn.ModuleList(Block(not self.between, size) for size in sizes)
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.between and torch.rand([]) < 0:
+                continue
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def sharded(breaks: str) -> Any:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = Model(breaks)
+    for at, layer in enumerate(model.layers):
+        # Three layers keep their parameters for backward, and one of these sums gradients in another dtype.
+        policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float64 if at == 7 else None)
+        fsdp2.fully_shard(layer, mesh=mesh, reshard_after_forward=at < 5 or at > 7, mp_policy=policy)
+    return fsdp2.fully_shard(model, mesh=mesh)
+
+
+def trained(model: Any) -> tuple[list[float], list[Tensor]]:
+    """Return the losses of some steps, the second of which accumulates two micro-batches, and all gradients."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, grads = [], []
+    for step in range(STEPS):
+        for last in (False, True) if step == 1 else (True,):
+            model.set_requires_gradient_sync(last)
+            loss = model(torch.randn(4, DIM, generator=generator))
+            loss.backward()
+            losses.append(float(loss.detach()))
+        grads += [param.grad.full_tensor() for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads
+
+
+def compared(breaks: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    want, want_grads = trained(sharded(breaks))
+    ours = torch.compile(overlapc.adopt_fsdp2(sharded(breaks)), backend="overlapc", options={"rank_timeout": 60})
+    got, grads = trained(ours)
+    return {
+        "losses": max(abs(a - b) for a, b in zip(got, want, strict=True)),
+        "grads": max(float((a - b).abs().max()) for a, b in zip(grads, want_grads, strict=True)),
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "limited": len(torch._dynamo.utils.counters["recompile_limit"]),
+    }
+
+
+# At most: a graph for each half of a layer ("inside"), for each of the five kinds of layers, with and without reduction.
+@pytest.mark.parametrize(("breaks", "graphs"), [("inside", 2 * 5 * 2), ("between", 5 * 2)])
+def test_equal_layers_share_a_graph_and_others_do_not(breaks: str, graphs: int):
+    for found in values_on_ranks(compared, RANKS, breaks):
+        assert found["losses"] < 1e-6
+        assert found["grads"] < 1e-6
+        assert found["graphs"] <= graphs + 2  # what is before and after all layers
+        assert not found["limited"]
