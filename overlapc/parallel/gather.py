@@ -8,6 +8,7 @@ reduce-scatter: apart from casts nothing is copied.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -80,7 +81,6 @@ class ShardGroup:
 # string per parameter, rather than on every field of the description.
 _params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
 _count = itertools.count()
-_forms: dict[Any, str] = {}  # signature -> form
 
 # During an eager backward, by parameter key: full gradients of earlier micro-batches, to be reduced with this one's.
 due: dict[str, Tensor] = {}
@@ -131,8 +131,8 @@ class ShardedParam:
 
     @property
     def form(self) -> str:
-        """A name that parameters have in common if their signatures are equal."""
-        return _forms.setdefault(self.signature, f"form {len(_forms)}")
+        """A name that parameters have in common if their signatures are equal, in this process or another."""
+        return hashlib.blake2s(repr(self.signature).encode(), digest_size=8).hexdigest()
 
     @property
     def label(self) -> ParamLabel:

@@ -90,7 +90,7 @@ def compared(breaks: str) -> dict[str, Any]:
     }
 
 
-# At most: a graph for each half of a layer ("inside"), for each of the five kinds of layers, with and without reduction.
+# At most: a graph for each half of a layer ("inside"), of each of five kinds of layers, with and without reduction.
 @pytest.mark.parametrize(("breaks", "graphs"), [("inside", 2 * 5 * 2), ("between", 5 * 2)])
 def test_equal_layers_share_a_graph_and_others_do_not(breaks: str, graphs: int):
     for found in values_on_ranks(compared, RANKS, breaks):

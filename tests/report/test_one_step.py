@@ -195,7 +195,7 @@ def test_graph_breaks_and_variants_are_named_with_line_and_reason():
             "0/0: KeyError on self._modules['up']._overlapc_unsynced['weight']",
             "gradients are reduced in one variant and not",
         ),
-        ("0/0: self._modules['up']._overlapc_forms['weight'] == 'form 2'", "gathered or reduced in another way"),
+        ("0/0: self._modules['up']._overlapc_forms['weight'] == '0123'", "gathered or reduced in another way"),
     ],
 )
 def test_guards_on_internal_attributes_of_sharded_modules_are_explained(guard, why):
