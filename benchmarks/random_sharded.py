@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/random_sharded.py --count 50
     torchrun --nproc-per-node 4 benchmarks/random_sharded.py --count 50 --report found.jsonl
     torchrun --nproc-per-node 2 benchmarks/random_sharded.py --count 50 --device cuda
+    torchrun --nproc-per-node 2 benchmarks/random_sharded.py --count 50 --breaks     # with graph breaks in the models
     torchrun --nproc-per-node 2 benchmarks/random_sharded.py --first 17 --count 1    # one seed again, with tracebacks
 
 A seed draws a model (attention, feed-forward, convolutions, a mixture of experts, low-rank adapters, norms, dropout,
@@ -131,13 +132,18 @@ class ChannelNorm(nn.Module):
 class Block(nn.Module):
     """A module between a norm and dropout, scaled by channel, with a residual connection; may be checkpointed."""
 
+    breaks = False  # whether it breaks the graph inside
+
     def __init__(self, norm: nn.Module, part: nn.Module, dim: int, dropout: float, scaled: bool, kept: bool) -> None:
         super().__init__()
         self.norm, self.part, self.kept, self.dropout = norm, part, kept, dropout
         self.scale = nn.Parameter(torch.full((dim,), 0.5)) if scaled else None
 
     def _inner(self, x: Tensor) -> Tensor:
-        y = F.dropout(self.part(self.norm(x)), self.dropout, self.training)
+        y = self.part(self.norm(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        y = F.dropout(y, self.dropout, self.training)
         return y if self.scale is None else y * self.scale
 
     def forward(self, x: Tensor, mix: Tensor | None = None) -> Tensor:
@@ -147,6 +153,8 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     """Embedding, positions, blocks in an order that may repeat some, and a head; `unused` never gets a gradient."""
+
+    breaks = False  # whether the graph breaks between blocks, because data decide which of them run
 
     def __init__(self, dim: int, blocks: list[Block], order: list[int], tied: bool, inner_loss: bool) -> None:
         super().__init__()
@@ -163,6 +171,8 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, *, targets: Tensor, mix: Tensor | None = None) -> Any:
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
         for at in self.order:
+            if self.breaks and bool((x == torch.inf).any()):
+                break
             x = self.blocks[at](x, mix=mix if at % 2 else None)
         logits = self.head(self.norm(x.to(self.positions.dtype)))  # a block's output may be float32
         return loss_of(logits, targets) if self.inner_loss else {"logits": logits, "last": x}
@@ -207,7 +217,7 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, seed: int, ranks: int) -> Program:
+    def of(cls, seed: int, ranks: int, breaks: bool) -> Program:
         dice = random.Random(f"program {seed}")
         tensor_parallel = ranks == 4 and dice.random() < 0.25
         settings = {
@@ -245,6 +255,8 @@ class Program:
         ):
             if dice.random() < share:
                 options[name] = dice.choice(values)
+        if breaks:
+            settings["breaks"] = random.Random(f"breaks {seed}").choice(("in each block", "in some", "between blocks"))
         if options.get("wrapper") == "fx":
             options.pop("memory", None)  # which only the other wrapper has
         return cls(seed, ranks, dim, settings, tuple(steps), options)
@@ -290,7 +302,12 @@ class Program:
         order = list(range(number))
         if dice.random() < 0.15:
             order.append(dice.randrange(number))
-        return Model(dim, blocks, order, dice.random() < 0.3, dice.random() < 0.5)
+        model = Model(dim, blocks, order, dice.random() < 0.3, dice.random() < 0.5)
+        breaks = self.settings.get("breaks")
+        model.breaks = breaks == "between blocks"
+        for at, block in enumerate(blocks):
+            block.breaks = breaks == "in each block" or (breaks == "in some" and at % 2 == 1)
+        return model
 
     def sharded(self, model: Model, mesh: DeviceMesh, shard: Any, policy: MixedPrecisionPolicy) -> None:
         """Shard a model with FSDP2's or overlapc's `fully_shard`."""
@@ -516,6 +533,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50, help="number of seeds (default: 50)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
+    parser.add_argument("--breaks", action="store_true", help="let each model break the graph somewhere")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--report", type=Path, help="append a line of JSON for each seed")
     args = parser.parse_args()
@@ -526,7 +544,7 @@ def main() -> int:
     dist.init_process_group(backend, timeout=timedelta(seconds=RANK_TIMEOUT_S))
     ranks, counts = dist.get_world_size(), dict[str, int]()
     for seed in range(args.first, args.first + args.count):
-        program = Program.of(seed, ranks)
+        program = Program.of(seed, ranks, args.breaks)
         shape, names = (ranks,), ("dp",)
         if program.settings["replicas"] or program.settings["tensor parallel"]:
             shape, names = (2, 2), ("replicate", "dp") if program.settings["replicas"] else ("dp", "tp")
