@@ -1,4 +1,4 @@
-"""A function with room on Python's stack does the same, and calls within it take as long at every depth of the stack."""
+"""A function with room on Python's stack does the same, and its calls take as long at every depth of the stack."""
 
 from __future__ import annotations
 
