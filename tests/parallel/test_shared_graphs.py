@@ -1,4 +1,4 @@
-"""Modules with equal parameters share a graph where a model breaks the graph in each layer; gradients equal FSDP2's."""
+"""Modules with equal parameters share a graph: two models, and layers between graph breaks. Gradients equal FSDP2's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
+from tests.parallel.sharded import shard
+from tests.parallel.tiny import VOCAB, Tiny
 from tests.ranks import values_on_ranks
 
 RANKS, LAYERS, DIM, STEPS = 2, 10, 6, 3
@@ -98,3 +100,45 @@ def test_equal_layers_share_a_graph_and_others_do_not(breaks: str, graphs: int):
         assert found["grads"] < 1e-6
         assert found["graphs"] <= graphs + 2  # what is before and after all layers
         assert not found["limited"]
+
+
+def tiny(seed: int) -> Any:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    torch.manual_seed(seed)
+    return shard(Tiny(), mesh, apply=fsdp2.fully_shard)
+
+
+def trained_together(first: Any, second: Any) -> list[Tensor]:
+    """Return losses and gradients of two models, of which one runs forward before the other's backward."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    found = []
+    for backward_in_order in (True, False):
+        batches = [torch.randint(VOCAB, (2, 5), generator=generator) for _ in range(4)]
+        losses = [first(*batches[:2]), second(*batches[2:]), first(*batches[1:3])]
+        for loss in losses if backward_in_order else reversed(losses):
+            loss.backward()
+        params = [*first.parameters(), *second.parameters()]
+        found += [*losses, *(param.grad.full_tensor() for param in params if param.grad is not None)]
+        for param in params:
+            param.grad = None
+    return found
+
+
+def compared_together(options: dict[str, Any]) -> tuple[float, int]:
+    torch._dynamo.reset()
+    want = trained_together(tiny(0), tiny(1))
+    options = {"rank_timeout": 60, **options}
+    ours = [torch.compile(overlapc.adopt_fsdp2(tiny(seed)), backend="overlapc", options=options) for seed in (0, 1)]
+    got = trained_together(*ours)
+    worst = max(float((a - b).detach().abs().max()) for a, b in zip(got, want, strict=True))
+    return worst, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+OPTIONS = ({}, {"memory_budget": "1GiB", "keep_gathered": True}, {"transport": "copy", "memory": "pool"})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_two_models_share_a_graph(options: dict[str, Any]):
+    for worst, graphs in values_on_ranks(compared_together, RANKS, options):
+        assert worst < 1e-6
+        assert graphs == 1
