@@ -1,9 +1,9 @@
 """Room on Python's stack for the calls within a function.
 
-CPython (3.11 to 3.14) keeps the frames of Python functions in chunks of 16 KiB, each mapped from the operating system
-when a call does not fit into the last one, and unmapped when that call returns. If the calls of a loop happen to begin
-where a chunk ends, the loop maps and unmaps memory in each iteration: the same function then takes several times as
-long, only because its caller was called from a deeper one. Compiling is made of such loops.
+CPython (seen with 3.11 and 3.12) keeps the frames of Python functions in chunks of 16 KiB, each mapped from the
+operating system when a call does not fit into the last one, and unmapped when that call returns. If the calls of a loop
+happen to begin where a chunk ends, the loop maps and unmaps memory in each iteration: the same function then takes
+several times as long, only because its caller was called from a deeper one. Compiling is made of such loops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Slots of the frame, of 8 bytes each: 1 MiB. A chunk is the next larger power of two, 2 MiB, of which the frame touches
-# only the first page. The rest is for the frames of calls: 1,000 of them, Python's limit of recursion, need half of it.
+# only the first page. The rest, 1 MiB, is for the frames of calls, which take a few hundred bytes each.
 _SLOTS = 1 << 17
 
 

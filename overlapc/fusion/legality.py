@@ -71,6 +71,7 @@ def verdict(
 
 
 def _neither(merged: Refusal, across: Refusal) -> Refusal:
+    """Return the refusal of both ways to merge. A function of its own, because `verdict` binds its names again."""
     return Refusal(lambda: f"{merged.reason}; with crossing loops: {across.reason}")
 
 

@@ -13,7 +13,7 @@ class FusionReport:
 
     fused: list[tuple[str, str, int]] = field(default_factory=list)  # first, second, bytes saved
     combined: list[tuple[str, str]] = field(default_factory=list)  # first, second of one launch
-    refused: dict[tuple[str, str], Refusal] = field(default_factory=dict)  # by first, second
+    refused: dict[tuple[str, str], Refusal] = field(default_factory=dict)  # (first, second) -> why they stay apart
     kernel_of: dict[str, str] = field(default_factory=dict)  # op -> the fused op that contains it
 
     def __str__(self) -> str:

@@ -65,10 +65,11 @@ class _KeyOf(UserFunctionVariable):
     """Dynamo's variable for the function that returns the key of a parameter."""
 
     def call_function(self, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        module, name, _ = [each.realize() for each in args]  # a realized form is guarded
+        module, name, form = [each.realize() for each in args]  # a realized form is guarded
         if not isinstance(module, UnspecializedNNModuleVariable) or module.source is None:
             return super().call_function(tx, args, kwargs)
-        read = _KeyRead(module.source, name.as_python_constant(), self.fn(module.value, name.as_python_constant(), ""))
+        given = name.as_python_constant(), form.as_python_constant()
+        read = _KeyRead(self.fn, module.source, given, self.fn(module.value, *given))
         _keys_read(tx).append(read)
         return ConstantVariable.create(read.key)
 
@@ -77,17 +78,15 @@ class _KeyOf(UserFunctionVariable):
 class _KeyRead:
     """The key of a parameter that Dynamo read while tracing."""
 
+    key_of: Callable[..., str]
     module: Source
-    name: str  # of the parameter in its module
+    given: tuple[str, str]  # the parameter's name in its module, and its form
     key: str
 
     def of(self, tx: Any, named: _Renamed, cache: dict[Source, Any]) -> _KeyRead:
-        """Return what the same code reads in another block; Unfit if that has no such parameter."""
+        """Return what the same code reads in another block, in which the parameter has the same form."""
         module = named(self.module)
-        try:
-            return _KeyRead(module, self.name, _value(tx, module, cache).__dict__["_overlapc_keys"][self.name])
-        except KeyError:
-            raise Unfit(f"{module.name} has no parameter {self.name} of its own") from None
+        return replace(self, module=module, key=self.key_of(_value(tx, module, cache), *self.given))
 
 
 def _keys_read(tx: Any) -> list[_KeyRead]:
