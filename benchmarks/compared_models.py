@@ -7,6 +7,9 @@ for rounding). A model is right if its largest error is at most 4 times eager's,
 norm over few elements turns rounding into large differences in float32, but not in float64. For a model that is not
 right, the line also has Inductor's error. A model that fails in eager mode is "no case"; one that only fails when it is
 compiled has "failed", and the line says what Inductor does.
+
+With several ranks each has inputs of its own, and the model is sharded for eager and for compilers, but not for the
+reference: its gradients are averaged over ranks.
 """
 
 from __future__ import annotations
@@ -17,29 +20,40 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-import overlapc  # noqa: F401 (registers the backend)
+import overlapc
 
 # A relative error up to this is right, whatever eager's error is. Some models compute a part in float32 in any case.
 ALLOWED = {"bfloat16": 5e-2, "float32": 3e-4, "float64": 1e-5}
 _FLOOR = 1e-4
+_GRADIENT = "gradient of parameter "  # begins the name of a gradient that is averaged over ranks
 _CALL = "fallback "  # begins the name of the counter of an op without generated code
 
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # module, inputs by position and by name
 
 
-def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: str, dynamic: bool | None = None) -> str:
+def judged(
+    name: str,
+    build: Callable[[], Model],
+    dtype: torch.dtype,
+    device: str,
+    dynamic: bool | None = None,
+    shard: Callable[[nn.Module], object] | None = None,
+) -> str:
     """Return the line about one model: the verdict, errors, CPU seconds of compilation and both calls, and the ops
     without generated code, which stay calls.
 
     dynamic: as torch.compile's option; True makes all sizes symbolic.
+    shard: applies FSDP2 to a module.
     """
     torch.manual_seed(0)
 
-    def cast(dtype: torch.dtype) -> Model:
+    def cast(dtype: torch.dtype, sharded: bool = True) -> Model:
         def of(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
@@ -48,6 +62,8 @@ def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: st
         model = copy.deepcopy(module).to(device, dtype)
         if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # grouped products take no float64
+        if shard is not None and sharded:
+            shard(model)
         return model, tuple(map(of, given)), {key: of(value) for key, value in named.items()}
 
     def compiled(backend: str) -> tuple[dict[str, Tensor | None], float]:
@@ -55,6 +71,8 @@ def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: st
         counters.clear()
         made, begun = cast(dtype), time.process_time()
         options = {"fallback_random": True}
+        if shard is not None and backend == "overlapc":
+            overlapc.adopt_fsdp2(made[0])
         call = torch.compile(made[0], backend=backend, options=options, dynamic=dynamic)
         numbers = _numbers(made[0], call, made)
         return numbers, time.process_time() - begun
@@ -62,8 +80,10 @@ def judged(name: str, build: Callable[[], Model], dtype: torch.dtype, device: st
     try:
         module, given, named = build()
         module.train()
-        exact, eager = cast(torch.float64), cast(dtype)
+        exact, eager = cast(torch.float64, sharded=False), cast(dtype)
         truth = _numbers(exact[0], exact[0], exact)
+        if shard is not None:
+            truth = _averaged(truth)
         eager_error, _ = _error(_numbers(eager[0], eager[0], eager), truth)
     except Exception as error:  # noqa: BLE001 whatever the package or the model raises for our sizes
         return _no_case(name, f"{type(error).__name__}: {error}")
@@ -107,7 +127,7 @@ def _of_inductor(compiled: Callable[[str], Any]) -> str:
 
 
 def _numbers(model: nn.Module, call: Callable[..., Any], made: Model) -> dict[str, Tensor | None]:
-    """Return results, gradients and buffers of two calls, converted to float64, by name."""
+    """Return results, gradients and buffers of two calls, as float64 in the CPU's memory, by name."""
     numbers: dict[str, Tensor | None] = {}
     for step in range(2):
         model.zero_grad(set_to_none=True)
@@ -117,16 +137,31 @@ def _numbers(model: nn.Module, call: Callable[..., Any], made: Model) -> dict[st
         results = [
             x for x in tree_leaves(_plain(call(*given, **named))) if isinstance(x, Tensor) and x.is_floating_point()
         ]
-        weighted = (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape) for x in results)
+        weighted = (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).to(x.device).reshape(x.shape) for x in results)
         loss = torch.stack([x.sum() for x in weighted]).sum()
         if loss.requires_grad:
             loss.backward()
         numbers |= {f"result {at}, call {step}": x for at, x in enumerate(results)}
-        numbers |= {f"gradient of {name}, call {step}": p.grad for name, p in model.named_parameters()}
+        numbers |= {f"{_GRADIENT}{name}, call {step}": _whole(p.grad) for name, p in model.named_parameters()}
         inputs = [x for x in (*given, *named.values()) if isinstance(x, Tensor)]
         numbers |= {f"gradient of input {at}, call {step}": x.grad for at, x in enumerate(inputs)}
         numbers |= {f"buffer {name}, call {step}": b for name, b in model.named_buffers()}
-    return {name: None if x is None else x.detach().double().clone() for name, x in numbers.items()}
+    return {name: None if x is None else x.detach().cpu().double().clone() for name, x in numbers.items()}
+
+
+def _averaged(numbers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return `numbers` with gradients of parameters averaged over ranks; None counts as zeros if a rank has others."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {name: x for name, x in numbers.items() if name.startswith(_GRADIENT)})
+    averages = dict(numbers)
+    for name in of_ranks[0]:
+        found = [each[name] for each in of_ranks if each[name] is not None]
+        averages[name] = torch.stack(found).sum(0) / len(of_ranks) if found else None
+    return averages
+
+
+def _whole(gradient: Tensor | None) -> Tensor | None:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _plain(result: Any) -> Any:

@@ -7,10 +7,11 @@
     python benchmarks/other_packages.py                     # every model whose package is installed, one process each
     python benchmarks/other_packages.py --only timm. --dtype float64
     python benchmarks/other_packages.py --only transformers. --device cuda --dtype bfloat16 --jobs 12
+    python benchmarks/other_packages.py --only transformers. --ranks 2      # sharded by FSDP2, block by block
 
 Models are small, with random weights, in training mode, and are called twice (so that running averages change);
 compared_models.py says how they are compared. A model that fails in eager mode is "no case": small sizes do not suit
-every class of transformers.
+every class of transformers, and FSDP2 does not suit a block that is not called as a module.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import small_transformers  # beside this file
 import torch
+import torch.distributed as dist
 from compared_models import ALLOWED, Model, judged, verdict  # beside this file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 _TIMM = """
 test_vit test_vit2 test_vit3 test_vit4 test_resnet test_efficientnet test_efficientnet_gn test_efficientnet_ln
@@ -323,22 +328,72 @@ def models() -> Iterator[tuple[str, str, Callable[[], Model]]]:
             yield f"transformers.{name}", "transformers", functools.partial(small_transformers.small, name)
 
 
-def _declare_operators() -> None:
-    """Declare two operators of torchvision, which no model here calls: torchvision registers fake versions when it is
-    imported, and this fails if its library did not load (for example because it needs CUDA)."""
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+_WORST_FIRST = ("WRONG", "failed", "no case", "right")
+
+
+def _import_torchvision() -> None:
+    """Import torchvision, if it is installed, also where its library does not load (for example because it needs CUDA):
+    its operators, which no model here calls, must be declared for that."""
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        pass
+    except RuntimeError:  # operator torchvision::nms does not exist
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _judge(name: str, dtype: torch.dtype, device: str) -> str:
     """Return the line about one model."""
-    _declare_operators()
-    return judged(name, next(build for label, _, build in models() if label == name), dtype, device)
+    _import_torchvision()
+    return judged(name, _build(name), dtype, device)
+
+
+def _judge_sharded(name: str, dtype: torch.dtype, device: str) -> str:
+    """Return the line about one model that is sharded among the ranks that torchrun started: the worst of all ranks."""
+    _import_torchvision()
+    rank = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(timeout=timedelta(seconds=60))
+
+    def build() -> Model:
+        model, *_ = _build(name)()
+        torch.manual_seed(1 + rank)
+        _, given, named = _build(name)()
+        return model, given, named
+
+    lines = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, judged(name, build, dtype, device, shard=_shard_blocks))
+    dist.destroy_process_group()
+    return min(lines, key=lambda line: _WORST_FIRST.index(verdict(line)))
+
+
+def _build(name: str) -> Callable[[], Model]:
+    return next(build for label, _, build in models() if label == name)
+
+
+def _shard_blocks(model: nn.Module) -> None:
+    """Shard each block of the outermost lists of modules, and what remains of `model`."""
+    for child in _blocks(model):
+        fully_shard(child)
+    fully_shard(model)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _blocks(child)
 
 
 def _run(name: str, options: argparse.Namespace) -> str:
-    """Return the line about one model, which is judged in its own process."""
-    command = [sys.executable, __file__, "--one", name, "--dtype", options.dtype, "--device", options.device]
+    """Return the line about one model, which is judged in its own process, or in one for each rank."""
+    launcher = [sys.executable]
+    if options.ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    command = [*launcher, __file__, "--one", name, "--dtype", options.dtype, "--device", options.device]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
         last = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()[-1]
@@ -350,18 +405,25 @@ def _run(name: str, options: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only models whose names begin with this")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth of these models, from the Ith")
     parser.add_argument("--dtype", choices=ALLOWED, default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=1, help="shard each model among so many (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="limit for one model")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(_judge(options.one, getattr(torch, options.dtype), options.device))
+        sharded = dist.is_torchelastic_launched()
+        line = (_judge_sharded if sharded else _judge)(options.one, getattr(torch, options.dtype), options.device)
+        if not sharded or os.environ["RANK"] == "0":
+            print(line)
         return
     asked = [
         name for name, package, _ in models() if name.startswith(options.only) and importlib.util.find_spec(package)
     ]
+    part, parts = map(int, options.part.split("/"))
+    asked = asked[part::parts]
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         for line in pool.map(functools.partial(_run, options=options), asked):

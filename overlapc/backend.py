@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from overlapc.config import Config
 from overlapc.errors import ConfigError, OverlapcError
-from overlapc.fx import untraceable_changes
+from overlapc.fx import untraceable_changes, untraceable_ops
 from overlapc.fx.addcdiv import restore_addcdiv
 from overlapc.fx.versions.dynamo import compiled_autograd
 from overlapc.fx.versions.graphs import copied_capture
@@ -69,7 +69,7 @@ def overlapc(
     Raises ConfigError for invalid options, CompileError with the FX node and the user's source line for a graph that
     cannot be compiled, RanksDisagree when ranks compile different graphs.
     """
-    try:
+    with _errors_for_dynamo():
         config = Config.of(options, mode)
         _check_communication(gm)
         restore_addcdiv(gm)
@@ -101,8 +101,6 @@ def overlapc(
         with arrived(examples, within):
             step = _step(gm, examples, config, number, devices)
         return waits_first(step, late, within)
-    except OverlapcError as error:
-        raise _for_dynamo(error) from error.__cause__
 
 
 def _step(
@@ -159,15 +157,13 @@ def plan_only(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | Config | None = None
 ) -> Callable[..., Any]:
     """Plan and record a graph on fake tensors, without generating kernels: the backend of `overlapc plan`."""
-    try:
+    with _errors_for_dynamo():
         from overlapc.compilation.plan_only import plan_step
 
         _check_communication(gm)
         number = next_number()
         CAPTURES.note(number)
         return plan_step(gm, example_inputs, Config.of(options), number)
-    except OverlapcError as error:
-        raise _for_dynamo(error) from error.__cause__
 
 
 def schedule_only(
@@ -178,12 +174,10 @@ def schedule_only(
     options: Mapping[str, Any] | Config | None = None,
 ) -> Callable[..., Any]:
     """Call `on_schedule` with the schedule of each graph and the passes' context, without running any pass."""
-    try:
+    with _errors_for_dynamo():
         from overlapc.compilation.plan_only import schedule_step
 
         return schedule_step(gm, example_inputs, Config.of(options), next_number(), on_schedule)
-    except OverlapcError as error:
-        raise _for_dynamo(error) from error.__cause__
 
 
 def _advise(text: str) -> None:
@@ -249,6 +243,18 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
 
     peers = ranks_of_step(inputs, config)
     return None if peers is None else lambda cached: common_step(peers, cached, config, notes_of(gm, config))
+
+
+@contextmanager
+def _errors_for_dynamo() -> Iterator[None]:
+    """Let Dynamo pass our errors to the user, and break the graph where torch cannot trace an operator."""
+    try:
+        yield
+    except OverlapcError as error:
+        raise _for_dynamo(error) from error.__cause__
+    except untraceable_ops.UNTRACEABLE as error:
+        made = untraceable_ops.graph_break(error, _advise)
+        raise (_for_dynamo(made) if isinstance(made, OverlapcError) else made) from error
 
 
 def _for_dynamo(error: OverlapcError) -> OverlapcError:
