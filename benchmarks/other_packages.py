@@ -396,7 +396,8 @@ def _run(name: str, options: argparse.Namespace) -> str:
     command = [*launcher, __file__, "--one", name, "--dtype", options.dtype, "--device", options.device]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
-        last = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()[-1]
+        said = (ran.stdout if ran.returncode == 0 else ran.stderr).splitlines()
+        last = next(line.strip() for line in reversed(said) if line.strip("=- "))
     except subprocess.TimeoutExpired:
         last = f"no end within {options.seconds:.0f} s"
     return last if verdict(last) != "ended" else f"ended {name:48} {last}"
