@@ -44,12 +44,13 @@ def judged(
     device: str,
     dynamic: bool | None = None,
     shard: Callable[[nn.Module], object] | None = None,
+    computes_in: torch.dtype | None = None,
 ) -> str:
     """Return the line about one model: the verdict, errors, CPU seconds of compilation and both calls, and the ops
     without generated code, which stay calls.
 
     dynamic: as torch.compile's option; True makes all sizes symbolic.
-    shard: applies FSDP2 to a module.
+    shard: applies FSDP2 to a module. computes_in: the dtype that this casts parameters to, if it is not `dtype`.
     """
     torch.manual_seed(0)
 
@@ -97,7 +98,7 @@ def judged(
         return f"failed {name:48} {_summary(failure)}; {_of_inductor(compiled)}"
     calls = ", ".join(key.removeprefix(_CALL) for key in counters["overlapc"] if key.startswith(_CALL))
     error, where = _error(numbers, truth)
-    right = error <= max(4 * eager_error, ALLOWED[str(dtype).removeprefix("torch.")])
+    right = error <= max(4 * eager_error, ALLOWED[str(computes_in or dtype).removeprefix("torch.")])
     line = f"{'right' if right else 'WRONG':6}{name:48} error {error:.1e}, eager {eager_error:.1e}, {seconds:.1f} s"
     line += f", calls {calls}" if calls else ""
     if right:

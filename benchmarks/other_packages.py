@@ -8,6 +8,7 @@
     python benchmarks/other_packages.py --only timm. --dtype float64
     python benchmarks/other_packages.py --only transformers. --device cuda --dtype bfloat16 --jobs 12
     python benchmarks/other_packages.py --only transformers. --ranks 2      # sharded by FSDP2, block by block
+    python benchmarks/other_packages.py --only transformers. --ranks 2 --dtype bfloat16  # of float32 parameters
 
 Models are small, with random weights, in training mode, and are called twice (so that running averages change);
 compared_models.py says how they are compared. A model that fails in eager mode is "no case": small sizes do not suit
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 from compared_models import ALLOWED, Model, judged, verdict  # beside this file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 _TIMM = """
 test_vit test_vit2 test_vit3 test_vit4 test_resnet test_efficientnet test_efficientnet_gn test_efficientnet_ln
@@ -364,7 +365,10 @@ def _judge_sharded(name: str, dtype: torch.dtype, device: str) -> str:
         return model, given, named
 
     lines = [""] * dist.get_world_size()
-    dist.all_gather_object(lines, judged(name, build, dtype, device, shard=_shard_blocks))
+    computes_in = dtype if dtype is torch.bfloat16 else None
+    stored = torch.float32 if computes_in else dtype
+    shard = functools.partial(_shard_blocks, policy=MixedPrecisionPolicy(computes_in, computes_in and torch.float32))
+    dist.all_gather_object(lines, judged(name, build, stored, device, shard=shard, computes_in=computes_in))
     dist.destroy_process_group()
     return min(lines, key=lambda line: _WORST_FIRST.index(verdict(line)))
 
@@ -373,11 +377,10 @@ def _build(name: str) -> Callable[[], Model]:
     return next(build for label, _, build in models() if label == name)
 
 
-def _shard_blocks(model: nn.Module) -> None:
+def _shard_blocks(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Shard each block of the outermost lists of modules, and what remains of `model`."""
-    for child in _blocks(model):
-        fully_shard(child)
-    fully_shard(model)
+    for child in (*_blocks(model), model):
+        fully_shard(child, mp_policy=policy)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

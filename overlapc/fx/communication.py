@@ -26,8 +26,8 @@ def is_collective(node: fx.Node) -> bool:
     namespace, name = op_of(node)
     if namespace in _NAMESPACES:
         return name not in _NOT_COMMUNICATION
-    if namespace not in ("", "aten", "prims") and group_of(node) is not None:
-        return True
+    if namespace:
+        return namespace not in ("aten", "prims") and group_of(node) is not None
     return any(is_collective(inner) for inner in nodes_within(node))
 
 
