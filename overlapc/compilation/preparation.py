@@ -6,15 +6,20 @@ import logging
 import sys
 
 from overlapc.config import Config
-from overlapc.fx.versions.dynamo import compile_with_stack_room, name_lines_only_in_logs, skip_calls_of
+from overlapc.fx.versions.dynamo import (
+    compile_with_stack_room,
+    name_lines_only_in_logs,
+    no_guards_on_equal_meshes,
+    skip_calls_of,
+)
 from overlapc.fx.versions.tensors import initialize_gpus_once
 from overlapc.gc_paused import pause_while_compiling
 
 
 def prepare_torch(config: Config) -> None:
     """Pause garbage collection while Dynamo compiles, and give it room on Python's stack; let fake tensors initialize a
-    GPU only once; spare Dynamo the search for names that it does not log; and prepare it for messages that are logged
-    once and for the equal blocks of a model that overlapc shards.
+    GPU only once; spare Dynamo the search for names that it does not log, and guards that repeat others; and prepare it
+    for messages that are logged once and for the equal blocks of a model that overlapc shards.
 
     Calls after the first one change nothing more.
     """
@@ -22,6 +27,7 @@ def prepare_torch(config: Config) -> None:
     _skip_messages_logged_once()
     initialize_gpus_once()
     name_lines_only_in_logs()
+    no_guards_on_equal_meshes()
     compile_with_stack_room()
     access = sys.modules.get("overlapc.parallel.access")  # imported by whoever shards a model
     if access is not None:

@@ -84,6 +84,26 @@ def compile_with_stack_room() -> None:
         dynamo._compile = with_stack_room(dynamo._compile)
 
 
+def no_guards_on_equal_meshes() -> None:
+    """Let Dynamo not guard on DTensors having their mesh object in common (torch 2.13): a guard on each DTensor's spec
+    compares meshes, and the others are Python code that runs in every call, one attribute access for each parameter.
+    """
+    from torch._dynamo.source import AttrSource  # here, because importing Dynamo takes a second
+    from torch._dynamo.variables import builder
+
+    dynamo: Any = builder
+    guard_of = dynamo.make_dupe_guard
+    if hasattr(guard_of, "__wrapped__"):
+        return
+
+    @wraps(guard_of)
+    def guard_unless_meshes(source: Any, other: Any) -> Any:
+        meshes = all(isinstance(each, AttrSource) and each.member == "device_mesh" for each in (source, other))
+        return None if meshes else guard_of(source, other)
+
+    dynamo.make_dupe_guard = guard_unless_meshes
+
+
 @dataclass(frozen=True)
 class Traced:
     """One compilation of one frame by Dynamo."""
