@@ -4,9 +4,10 @@ The model is in training mode. A weighted sum of all elements of floating-point 
 weight, is differentiated by parameters and inputs. The reference is eager in float64. An error is relative to the
 largest element of its tensor, or to `_FLOOR` times the largest element of all tensors (some gradients are zero except
 for rounding). A model is right if its largest error is at most 4 times eager's, or at most what `ALLOWED` says. Batch
-norm over few elements turns rounding into large differences in float32, but not in float64. For a model that is not
-right, the line also has Inductor's error. A model that fails in eager mode is "no case"; one that only fails when it is
-compiled has "failed", and the line says what Inductor does.
+norm over few elements turns rounding into large differences in float32, but not in float64. With any backend a graph
+break may turn a gradient of None into zeros, which is right, and the line says so. For a model that is not right, the
+line also has Inductor's error. A model that fails in eager mode is "no case"; one that only fails when it is compiled
+has "failed", and the line says what Inductor does.
 
 With several ranks each has inputs of its own, and the model is sharded for eager and for compilers, but not for the
 reference: its gradients are averaged over ranks.
@@ -101,6 +102,8 @@ def judged(
     right = error <= max(4 * eager_error, ALLOWED[str(computes_in or dtype).removeprefix("torch.")])
     line = f"{'right' if right else 'WRONG':6}{name:48} error {error:.1e}, eager {eager_error:.1e}, {seconds:.1f} s"
     line += f", calls {calls}" if calls else ""
+    zeros = sum(_is_zero_for_none(numbers[name], truth[name]) for name in truth.keys() & numbers.keys())
+    line += f", {zeros} gradients zero instead of None" if zeros else ""
     if right:
         return line
     return f"{line}, at {where}; Inductor {_error(compiled('inductor')[0], truth)[0]:.1e}"
@@ -150,6 +153,10 @@ def _numbers(model: nn.Module, call: Callable[..., Any], made: Model) -> dict[st
     return {name: None if x is None else x.detach().cpu().double().clone() for name, x in numbers.items()}
 
 
+def _is_zero_for_none(found: Tensor | None, expected: Tensor | None) -> bool:
+    return expected is None and found is not None and not found.any()
+
+
 def _averaged(numbers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Return `numbers` with gradients of parameters averaged over ranks; None counts as zeros if a rank has others."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -184,7 +191,7 @@ def _error(numbers: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -
     for name, expected in truth.items():
         found = numbers[name]
         if found is None or expected is None:
-            error = 0.0 if found is expected else float("inf")
+            error = 0.0 if found is expected or _is_zero_for_none(found, expected) else float("inf")
         elif found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
             error = float("inf")
         else:
