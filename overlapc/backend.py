@@ -180,9 +180,13 @@ def schedule_only(
         return schedule_step(gm, example_inputs, Config.of(options), next_number(), on_schedule)
 
 
+advised: set[str] = set()  # Python forgets what it has warned of whenever torch changes its filters
+
+
 def _advise(text: str) -> None:
-    """Warn about how the program is written, on rank 0 only, because all ranks run the same program."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    """Warn once about how the program is written, on rank 0 only, because all ranks run the same program."""
+    if text not in advised and (not dist.is_initialized() or dist.get_rank() == 0):
+        advised.add(text)
         warnings.warn(text, stacklevel=3)
 
 

@@ -23,7 +23,6 @@ from overlapc.runtime.counters import count
 UNTRACEABLE: tuple[type[Exception], ...] = exceptions_allowed_to_be_fallback
 _NOT_THEIRS = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__)))
 _HINT = "make what it computes an operator with a fake version (torch.library.custom_op, register_fake)"
-_WARNED: set[str] = set()
 
 
 def graph_break(error: Exception, warn: Callable[[str], None]) -> Exception:
@@ -41,9 +40,7 @@ def graph_break(error: Exception, warn: Callable[[str], None]) -> Exception:
     if tx.one_graph or tx.error_on_graph_break:
         return CompileError(f"{why}, and fullgraph=True allows no graph break\nhint: {_HINT}")
     count("functions_left_to_eager")
-    if why not in _WARNED:  # each function on the way to the operator fails, the innermost last
-        _WARNED.add(why)
-        warn(f"overlapc runs the functions eagerly that lead to an operator, and compiles others: {why}\nhint: {_HINT}")
+    warn(f"overlapc runs the functions eagerly that lead to an operator, and compiles others: {why}\nhint: {_HINT}")
     return SkipFrame(why)
 
 
