@@ -384,8 +384,10 @@ def _shard_blocks(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # these cannot be called
     for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters()):
+        in_list = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, lists)
+        if in_list and any(True for _ in child.parameters()):
             yield child
         else:
             yield from _blocks(child)

@@ -22,7 +22,7 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.fx import untraceable_changes, untraceable_ops
 from overlapc.fx.addcdiv import restore_addcdiv
-from overlapc.fx.versions.dynamo import compiled_autograd
+from overlapc.fx.versions.dynamo import compile_id, compiled_autograd
 from overlapc.fx.versions.graphs import copied_capture
 from overlapc.fx.versions.sharding import runs_under_ddp, runs_under_fsdp2
 from overlapc.parallel.results_before_breaks import copy_results_that_reduce
@@ -257,6 +257,8 @@ def _errors_for_dynamo() -> Iterator[None]:
     except OverlapcError as error:
         raise _for_dynamo(error) from error.__cause__
     except untraceable_ops.UNTRACEABLE as error:
+        if not compile_id():  # the backend is called without Dynamo, which alone can break a graph
+            raise
         made = untraceable_ops.graph_break(error, _advise)
         raise (_for_dynamo(made) if isinstance(made, OverlapcError) else made) from error
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
+from overlapc.backend import overlapc as overlapc_backend
 from overlapc.errors import CompileError
 from tests.ranks import values_on_ranks
 
@@ -157,3 +159,9 @@ def test_with_fullgraph_dynamo_traces_numbers_that_are_read_from_tensors() -> No
     torch.compile(block, backend="overlapc", fullgraph=True)(x).square().sum().backward()
     for param, grad in zip(block.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)
+
+
+def test_without_dynamo_the_error_is_torchs() -> None:
+    gm = torch.fx.symbolic_trace(lambda x: (doubled(x),))
+    with pytest.raises(UnsupportedOperatorException):
+        overlapc_backend(gm, [torch.randn(3, requires_grad=True)])
