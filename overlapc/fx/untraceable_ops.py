@@ -22,7 +22,7 @@ from overlapc.runtime.counters import count
 
 UNTRACEABLE: tuple[type[Exception], ...] = exceptions_allowed_to_be_fallback
 _NOT_THEIRS = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__)))
-_HINT = "make what it computes an operator with a fake version (torch.library.custom_op, register_fake)"
+_HINT = "compute this in an operator that has a fake version (torch.library.custom_op, register_fake)"
 
 
 def graph_break(error: Exception, warn: Callable[[str], None]) -> Exception:
@@ -40,7 +40,7 @@ def graph_break(error: Exception, warn: Callable[[str], None]) -> Exception:
     if tx.one_graph or tx.error_on_graph_break:
         return CompileError(f"{why}, and fullgraph=True allows no graph break\nhint: {_HINT}")
     count("functions_left_to_eager")
-    warn(f"overlapc runs the functions eagerly that lead to an operator, and compiles others: {why}\nhint: {_HINT}")
+    warn(f"{why}: the functions that lead there run eagerly, and overlapc compiles the others\nhint: {_HINT}")
     return SkipFrame(why)
 
 
