@@ -106,7 +106,11 @@ def judged(
     line += f", {zeros} gradients zero instead of None" if zeros else ""
     if right:
         return line
-    return f"{line}, at {where}; Inductor {_error(compiled('inductor')[0], truth)[0]:.1e}"
+    try:
+        theirs = f"{_error(compiled('inductor')[0], truth)[0]:.1e}"
+    except Exception as failure:  # noqa: BLE001 any exception says that Inductor fails
+        theirs = _summary(failure)[:100]
+    return f"{line}, at {where}; Inductor: {theirs}"
 
 
 def verdict(line: str) -> str:
