@@ -540,11 +540,26 @@ def _wrapped(tx: Any, result: Any, copies: dict[fx.Node, fx.Node]) -> VariableTr
         return TupleVariable([_wrapped(tx, each, copies) for each in result])
     like, node = result.meta["example_value"], copies[result]
     with tx.fake_mode, torch.enable_grad():
-        value = torch.empty_strided(
-            like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
-        )
-        value = value.view_as(value) if not like.is_leaf else value
+        value = _empty_like(like) if like.is_leaf else _Computed.apply(torch.empty((), requires_grad=True), like)
     del node.meta["example_value"]
     made: Any = wrap_fx_proxy(tx, fx.Proxy(node, tx.output.current_tracer), example_value=value)
     made._is_name_set = True  # keep the name from the first block, which is that of its variable there
     return made
+
+
+class _Computed(torch.autograd.Function):
+    """A tensor that requires a gradient, and that code may change in place: neither a leaf nor a view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return _empty_like(like).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise AssertionError("only shapes are computed from it")
+
+
+def _empty_like(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+    )

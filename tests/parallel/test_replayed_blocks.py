@@ -418,6 +418,19 @@ class Twice(Model):
         return x
 
 
+class ChangedInPlace(Model):
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x += 1
+            torch.relu_(x.view(-1))
+        return x
+
+
+def test_results_of_equal_blocks_may_be_changed_in_place():
+    once(sharded(ChangedInPlace()), traced=3)
+
+
 def test_blocks_that_are_called_twice_are_traced_once():
     once(sharded(Twice()), 7)
 
