@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 benchmarks/random_sharded.py --count 50 --report found.jsonl
     torchrun --nproc-per-node 2 benchmarks/random_sharded.py --count 50 --device cuda
     torchrun --nproc-per-node 2 benchmarks/random_sharded.py --count 50 --breaks     # with graph breaks in the models
+    torchrun --nproc-per-node 2 benchmarks/random_sharded.py --count 50 --in-place   # with results of blocks changed
     torchrun --nproc-per-node 2 benchmarks/random_sharded.py --first 17 --count 1    # one seed again, with tracebacks
 
 A seed draws a model (attention, feed-forward, convolutions, a mixture of experts, low-rank adapters, norms, dropout,
@@ -155,6 +156,7 @@ class Model(nn.Module):
     """Embedding, positions, blocks in an order that may repeat some, and a head; `unused` never gets a gradient."""
 
     breaks = False  # whether the graph breaks between blocks, because data decide which of them run
+    in_place: tuple[str, ...] = ()  # how the results of blocks are changed, in turns
 
     def __init__(self, dim: int, blocks: list[Block], order: list[int], tied: bool, inner_loss: bool) -> None:
         super().__init__()
@@ -174,8 +176,21 @@ class Model(nn.Module):
             if self.breaks and bool((x == torch.inf).any()):
                 break
             x = self.blocks[at](x, mix=mix if at % 2 else None)
+            if self.in_place:
+                self._change(x, self.in_place[at % len(self.in_place)])
         logits = self.head(self.norm(x.to(self.positions.dtype)))  # a block's output may be float32
         return loss_of(logits, targets) if self.inner_loss else {"logits": logits, "last": x}
+
+    def _change(self, x: Tensor, how: str) -> None:
+        """Change `x` in place, as a whole or through a view."""
+        if how == "activation":
+            F.leaky_relu(x, 0.5, inplace=True)
+        elif how == "add":
+            x += self.positions[: x.shape[1]]
+        elif how == "view":
+            x.flatten(0, 1)[1:, ::2].mul_(0.9)
+        elif how == "row":
+            x[0, 0] = 0.25
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -217,7 +232,7 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, seed: int, ranks: int, breaks: bool) -> Program:
+    def of(cls, seed: int, ranks: int, breaks: bool, in_place: bool) -> Program:
         dice = random.Random(f"program {seed}")
         tensor_parallel = ranks == 4 and dice.random() < 0.25
         settings = {
@@ -255,6 +270,9 @@ class Program:
         ):
             if dice.random() < share:
                 options[name] = dice.choice(values)
+        if in_place:
+            changes = ("", "activation", "add", "view", "row")
+            settings["in_place"] = tuple(random.Random(f"in place {seed}").choices(changes, k=3))
         if breaks:
             settings["breaks"] = random.Random(f"breaks {seed}").choice(("in each block", "in some", "between blocks"))
         if options.get("wrapper") == "fx":
@@ -305,6 +323,7 @@ class Program:
         model = Model(dim, blocks, order, dice.random() < 0.3, dice.random() < 0.5)
         breaks = self.settings.get("breaks")
         model.breaks = breaks == "between blocks"
+        model.in_place = self.settings.get("in_place", ())
         for at, block in enumerate(blocks):
             block.breaks = breaks == "in each block" or (breaks == "in some" and at % 2 == 1)
         return model
@@ -533,6 +552,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50, help="number of seeds (default: 50)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
+    parser.add_argument("--in-place", action="store_true", help="let each model change results of its blocks in place")
     parser.add_argument("--breaks", action="store_true", help="let each model break the graph somewhere")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--report", type=Path, help="append a line of JSON for each seed")
@@ -544,7 +564,7 @@ def main() -> int:
     dist.init_process_group(backend, timeout=timedelta(seconds=RANK_TIMEOUT_S))
     ranks, counts = dist.get_world_size(), dict[str, int]()
     for seed in range(args.first, args.first + args.count):
-        program = Program.of(seed, ranks, args.breaks)
+        program = Program.of(seed, ranks, args.breaks, args.in_place)
         shape, names = (ranks,), ("dp",)
         if program.settings["replicas"] or program.settings["tensor parallel"]:
             shape, names = (2, 2), ("replicate", "dp") if program.settings["replicas"] else ("dp", "tp")

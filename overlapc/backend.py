@@ -25,7 +25,7 @@ from overlapc.fx.addcdiv import restore_addcdiv
 from overlapc.fx.versions.dynamo import compile_id, compiled_autograd
 from overlapc.fx.versions.graphs import copied_capture
 from overlapc.fx.versions.sharding import runs_under_ddp, runs_under_fsdp2
-from overlapc.parallel.results_before_breaks import copy_results_that_reduce
+from overlapc.parallel.results_that_reduce import copy_results_that_reduce
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime import triton_workers
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first

@@ -195,7 +195,9 @@ def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: 
         raise ConfigError(
             f"parameter {_params[key].label.param} was replaced by a plain tensor; load DTensors, or copy into it"
         )
-    return unshard_local(param.to_local(), key, unsynced, gathered)
+    # The shard gets no gradient if `unsynced` does; before torch 2.13 `to_local` would make zeros of that.
+    held: Any = param if unsynced is None else param.detach()
+    return unshard_local(held.to_local(), key, unsynced, gathered)
 
 
 def unshard_local(
@@ -318,11 +320,16 @@ class _Reduced(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """An output whose backward runs that of `reduced`; one for each output, so that each may be changed in place."""
+    """An output whose backward runs that of `reduced`.
+
+    Only Dynamo may change it in place: `copy_results_that_reduce` then copies it before AOTAutograd traces.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, reduced: Tensor) -> Tensor:
         ctx.save_for_backward(reduced)
+        if _is_shape_inference(output):
+            return torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=output.device)
         return output.view_as(output)
 
     @staticmethod
