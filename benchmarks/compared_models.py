@@ -96,7 +96,7 @@ def judged(
     except TimeoutError:
         raise
     except Exception as failure:  # noqa: BLE001 an exception of any kind is a finding
-        return f"failed {name:48} {_summary(failure)}; {_of_inductor(compiled)}"
+        return f"failed {name:48} {_summary(failure)}; {_of_inductor(compiled, truth)}"
     calls = ", ".join(key.removeprefix(_CALL) for key in counters["overlapc"] if key.startswith(_CALL))
     error, where = _error(numbers, truth)
     right = error <= max(4 * eager_error, ALLOWED[str(computes_in or dtype).removeprefix("torch.")])
@@ -106,11 +106,7 @@ def judged(
     line += f", {zeros} gradients zero instead of None" if zeros else ""
     if right:
         return line
-    try:
-        theirs = f"{_error(compiled('inductor')[0], truth)[0]:.1e}"
-    except Exception as failure:  # noqa: BLE001 any exception says that Inductor fails
-        theirs = _summary(failure)[:100]
-    return f"{line}, at {where}; Inductor: {theirs}"
+    return f"{line}, at {where}; {_of_inductor(compiled, truth)}"
 
 
 def verdict(line: str) -> str:
@@ -126,12 +122,12 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _of_inductor(compiled: Callable[[str], Any]) -> str:
+def _of_inductor(compiled: Callable[[str], Any], truth: dict[str, Tensor | None]) -> str:
     try:
-        compiled("inductor")
+        numbers, _ = compiled("inductor")
     except Exception as failure:  # noqa: BLE001 any exception says that Inductor fails, too
         return f"Inductor: {_summary(failure)[:100]}"
-    return "Inductor runs it"
+    return f"Inductor {_error(numbers, truth)[0]:.1e}"
 
 
 def _numbers(model: nn.Module, call: Callable[..., Any], made: Model) -> dict[str, Tensor | None]:

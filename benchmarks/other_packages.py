@@ -329,9 +329,6 @@ def models() -> Iterator[tuple[str, str, Callable[[], Model]]]:
             yield f"transformers.{name}", "transformers", functools.partial(small_transformers.small, name)
 
 
-_WORST_FIRST = ("WRONG", "failed", "no case", "right")
-
-
 def _import_torchvision() -> None:
     """Import torchvision, if it is installed, also where its library does not load (for example because it needs CUDA):
     its operators, which no model here calls, must be declared for that."""
@@ -370,7 +367,8 @@ def _judge_sharded(name: str, dtype: torch.dtype, device: str) -> str:
     shard = functools.partial(_shard_blocks, policy=MixedPrecisionPolicy(computes_in, computes_in and torch.float32))
     dist.all_gather_object(lines, judged(name, build, stored, device, shard=shard, computes_in=computes_in))
     dist.destroy_process_group()
-    return min(lines, key=lambda line: _WORST_FIRST.index(verdict(line)))
+    worst_first = ("WRONG", "failed", "no case", "right")
+    return min(lines, key=lambda line: worst_first.index(verdict(line)))
 
 
 def _build(name: str) -> Callable[[], Model]:
@@ -402,7 +400,7 @@ def _run(name: str, options: argparse.Namespace) -> str:
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
         said = (ran.stdout if ran.returncode == 0 else ran.stderr).splitlines()
-        last = next(line.strip() for line in reversed(said) if line.strip("=- "))
+        last = next((line.strip() for line in reversed(said) if line.strip("=- ")), "without output")
     except subprocess.TimeoutExpired:
         last = f"no end within {options.seconds:.0f} s"
     return last if verdict(last) != "ended" else f"ended {name:48} {last}"

@@ -540,7 +540,10 @@ def _wrapped(tx: Any, result: Any, copies: dict[fx.Node, fx.Node]) -> VariableTr
         return TupleVariable([_wrapped(tx, each, copies) for each in result])
     like, node = result.meta["example_value"], copies[result]
     with tx.fake_mode, torch.enable_grad():
-        value = _empty_like(like) if like.is_leaf else _Computed.apply(torch.empty((), requires_grad=True), like)
+        if like.is_leaf:
+            value = _empty_like(like).requires_grad_(like.requires_grad)
+        else:
+            value = _Computed.apply(torch.empty((), requires_grad=True), like)
     del node.meta["example_value"]
     made: Any = wrap_fx_proxy(tx, fx.Proxy(node, tx.output.current_tracer), example_value=value)
     made._is_name_set = True  # keep the name from the first block, which is that of its variable there
@@ -552,7 +555,7 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return _empty_like(like).detach()
+        return _empty_like(like)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -560,6 +563,4 @@ class _Computed(torch.autograd.Function):
 
 
 def _empty_like(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
-    )
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)

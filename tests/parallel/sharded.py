@@ -1,4 +1,4 @@
-"""Tiny models sharded by our or FSDP2's `fully_shard` as users call it: on each layer, then on the whole model."""
+"""Models sharded by our or FSDP2's `fully_shard` as users call it: on each layer, then on the whole model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlapc.parallel import fully_shard
-from tests.parallel.tiny import Tiny
 
 Apply = Callable[..., Any]
 
@@ -18,8 +17,8 @@ def mesh_1d() -> DeviceMesh:
     return init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
 
 
-def shard(model: Tiny, mesh: DeviceMesh | None = None, apply: Apply = fully_shard, **how: Any) -> Tiny:
-    """Shard each layer and then the whole model with `apply(..., **how)`; return the model."""
+def shard(model: Any, mesh: DeviceMesh | None = None, apply: Apply = fully_shard, **how: Any) -> Any:
+    """Shard each of `model.layers` and then the whole model with `apply(..., **how)`; return the model."""
     mesh = mesh or mesh_1d()
     for module in (*model.layers, model):
         apply(module, mesh=mesh, **how)

@@ -10,6 +10,7 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
+from tests.parallel.sharded import shard
 from tests.ranks import values_on_ranks
 
 DIM, MICRO = 6, 3
@@ -27,11 +28,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        for at, block in enumerate(self.blocks):
+        for at, block in enumerate(self.layers):
             x = block(x)
             if at == 0:
                 x += 0.5
@@ -42,10 +43,7 @@ class Model(nn.Module):
 
 def sharded() -> Any:
     torch.manual_seed(0)
-    model, mesh = Model(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh)
-    return fsdp2.fully_shard(model, mesh=mesh)
+    return shard(Model(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), apply=fsdp2.fully_shard)
 
 
 def gradients(call: Any, model: nn.Module) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import overlapc
 from overlapc.backend import overlapc as overlapc_backend
 from overlapc.errors import CompileError
+from tests.parallel.sharded import shard
 from tests.ranks import values_on_ranks
 
 DIM, ROWS = 6, 8
@@ -80,11 +81,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self.layers:
             x = block(x)
         return self.head(x).square().mean()
 
@@ -97,12 +98,9 @@ def gradients(call: Any, model: nn.Module) -> list[Tensor]:
     return [param.grad.full_tensor() for param in model.parameters()]
 
 
-def sharded() -> nn.Module:
+def sharded() -> Any:
     torch.manual_seed(0)
-    model, mesh = Model(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh)
-    return fsdp2.fully_shard(model, mesh=mesh)
+    return shard(Model(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), apply=fsdp2.fully_shard)
 
 
 def compared() -> tuple[float, list[str], int]:
