@@ -30,13 +30,7 @@ from overlapc.report.captures import CAPTURES
 from overlapc.runtime import triton_workers
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
 from overlapc.runtime.counters import count
-from overlapc.runtime.input_offsets import (
-    UNTRACEABLE,
-    InputPlaces,
-    always_eagerly,
-    eagerly_elsewhere,
-    is_untraceable_change,
-)
+from overlapc.runtime.input_offsets import InputPlaces, always_eagerly, eagerly_elsewhere, why_untraceable
 from overlapc.runtime.native_launcher import host_launcher_type
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
@@ -81,26 +75,25 @@ def overlapc(
         if untraceable is not None:
             return always_eagerly(copied_capture(gm), *untraceable)
         late, within = not_waited_for(example_inputs), tensors_of_tensors(example_inputs)
-        if not late and not within:
-            places = InputPlaces(gm, example_inputs)
-            reason = places.why_eagerly()
-            if reason is not None:
-                return always_eagerly(copied_capture(gm), reason)
-            constant = places.constant()
-            if constant:
-                eager = copied_capture(gm)  # tracing rewrites the graph of `gm`
-                try:
-                    step = _step(gm, example_inputs, config, number, devices)
-                except AssertionError as error:
-                    if not is_untraceable_change(error):
-                        raise
-                    return always_eagerly(eager, UNTRACEABLE)
-                return eagerly_elsewhere(step, eager, constant)
-            return _step(gm, example_inputs, config, number, devices, (options, mode))
+        places = InputPlaces(gm, example_inputs)
+        reason = places.why_eagerly()
+        if reason is not None:
+            return always_eagerly(copied_capture(gm), reason)
+        constant = places.constant()
+        eager = copied_capture(gm) if constant else None  # tracing rewrites the graph of `gm`
+        as_given = None if constant or late or within else (options, mode)
         examples = plain_examples(example_inputs, late)
-        with arrived(examples, within):
-            step = _step(gm, examples, config, number, devices)
-        return waits_first(step, late, within)
+        try:
+            with arrived(examples, within):
+                step = _step(gm, examples, config, number, devices, as_given)
+        except (AssertionError, RuntimeError) as error:
+            reason = None if eager is None else why_untraceable(error)
+            if eager is None or reason is None:
+                raise
+            return always_eagerly(eager, reason)
+        if late or within:
+            step = waits_first(step, late, within)
+        return step if eager is None else eagerly_elsewhere(step, eager, constant)
 
 
 def _step(

@@ -26,7 +26,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overlapc.runtime.counters import count
 
 HINT = "pass the whole tensor to the compiled function, and slice it there"
-UNTRACEABLE = "it changes an input that shares memory with another, which autograd does not know as a view of it"
+# A part of AOTAutograd's error -> why the graph that it refuses has to run eagerly.
+_UNTRACEABLE = {
+    "non-differentiable view input mutations": "it changes an input that shares memory with another input, and autograd"
+    " does not know one of them as a view of the other",
+    "aliased inputs that are mutated": "it changes an input that shares memory with another input, which torch cannot"
+    " trace in a graph that also takes or returns DTensors",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +114,9 @@ class InputPlaces:
         return any(_was_symbolic(self._inputs[at], self._examples[at]) for at in group)
 
 
-def is_untraceable_change(error: AssertionError) -> bool:
-    """Whether AOTAutograd refuses a graph for the reason `UNTRACEABLE`."""
-    return "non-differentiable view input mutations" in str(error)
+def why_untraceable(error: Exception) -> str | None:
+    """Return why AOTAutograd refuses a graph whose inputs share memory; None if the error is another one."""
+    return next((reason for text, reason in _UNTRACEABLE.items() if text in str(error)), None)
 
 
 def always_eagerly(eager: GraphModule, reason: str, hint: str = HINT) -> Callable[..., Any]:

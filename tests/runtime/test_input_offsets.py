@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from overlapc.runtime.counters import counted
+from tests.worlds import fake_world
 
 EAGERLY = "calls_run_eagerly"
 
@@ -141,5 +144,39 @@ def test_changes_of_a_detached_part_of_another_input_run_eagerly() -> None:
         return torch.autograd.grad(function(x[1:4], x.detach()[1:4]).sum(), leaf)[0]
 
     compiled = torch.compile(function, backend="overlapc")
-    with pytest.warns(UserWarning, match="shares memory with another, which autograd does not know"):
+    with pytest.warns(UserWarning, match="autograd does not know one of them as a view"):
         torch.testing.assert_close(gradient(compiled), gradient(function))
+
+
+@pytest.fixture
+def weight() -> Iterator[DTensor]:
+    with fake_world(1):
+        yield distribute_tensor(torch.arange(3.0), init_device_mesh("cpu", (1,)), [Replicate()]).requires_grad_()
+
+
+def test_a_gradient_through_as_strided_beside_a_dtensor_is_right_at_another_offset(weight: DTensor) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return torch.as_strided(x, (2, 3), (3, 1), 4).sin() * weight.to_local() * w
+
+    compiled = torch.compile(function, backend="overlapc", dynamic=False)
+    memory = torch.randn(40)
+    torch.testing.assert_close(gradients(compiled, memory, 2), gradients(function, memory, 2))
+    assert not counted(EAGERLY)
+    with pytest.warns(UserWarning, match="compiled for an input with storage offset 2, and"):
+        torch.testing.assert_close(gradients(compiled, memory, 0), gradients(function, memory, 0))
+
+
+def test_changes_of_inputs_that_share_memory_run_eagerly_beside_a_dtensor(weight: DTensor) -> None:
+    """AOTAutograd refuses them."""
+
+    def called(function: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        memory = torch.arange(10.0)
+        return function(memory[:6], memory[2:8]), memory
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        y.add_(1)
+        return (x * weight.to_local().sum()).sum()
+
+    compiled = torch.compile(function, backend="overlapc")
+    with pytest.warns(UserWarning, match="cannot trace in a graph that also takes or returns DTensors"):
+        torch.testing.assert_close(called(compiled), called(function))
