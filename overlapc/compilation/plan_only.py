@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,20 +12,19 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
 from overlapc.codegen.copies import laid_out_bytes, peak_with_pools
-from overlapc.compilation.counts import counts_of, fallbacks_of
 from overlapc.compilation.fake_results import results_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
 from overlapc.compilation.kept_parameters import choice_of, partition_of
+from overlapc.compilation.recording import counts_of, record_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.keep_gathered import Step, kept_gathers
-from overlapc.planning.plan_graph import Passes, Planned, plan_graph
+from overlapc.planning.plan_graph import Passes, Planned, plan_graph, without_measuring_kernels
 from overlapc.report import record
-from overlapc.report.graph_record import graph_record
-from overlapc.report.kept_gathered import NO_BUDGET, SWITCHED_OFF, GatherChoice, with_gathers
+from overlapc.report.kept_gathered import NO_BUDGET, SWITCHED_OFF, GatherChoice
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
@@ -65,7 +64,7 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
     began = time.perf_counter()
     with phase("graph"):
         planned = _plan(gm, config, name)
-        _remember(planned.result, began, choice_of(gm), planned.not_copied)
+        _remember(planned.result, began, choice_of(gm), planned)
     calls = STEPS.counter(name)
     results = results_of(gm)
 
@@ -91,7 +90,7 @@ def _schedule_only(
 
 def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Planned:
     # The plan is for another machine: measurements on this one say nothing about it.
-    config = replace(config, measure_matmuls=False, autotune=False)
+    config = replace(without_measuring_kernels(config), measure_matmuls=False)
     of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_within))
     dumps = Dumps(config, name)
     planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes, runs=False)
@@ -100,21 +99,24 @@ def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipel
 
 
 def _planned_within(gm: GraphModule, config: Config, name: str, *, within: bool, single: bool) -> Built:
-    result = _plan(gm, config, name).result
-    _count(result)
-    return Built(make_boxed_func(gm.forward), result.after.step_ns)
+    planned = _plan(gm, config, name)
+    _count(planned.result, planned)
+    return Built(make_boxed_func(gm.forward), planned.result.after.step_ns)
 
 
-def _remember(result: Result, began: float, choice: GatherChoice, not_copied: Mapping[str, str] | None = None) -> None:
-    _count(result)
-    seconds = time.perf_counter() - began
-    graph = graph_record(result, fallbacks=fallbacks_of(result), compile_seconds=seconds)
+def _remember(result: Result, began: float, choice: GatherChoice, planned: Planned | None = None) -> None:
+    _count(result, planned)
     shared = laid_out_bytes(result.schedule)
-    peak = peak_with_pools(result.schedule, shared)
-    graph = replace(graph, not_copied=not_copied or {}, pool_bytes=shared, peak_bytes=peak)
-    record.add(with_gathers(graph, result, choice))
+    graph = replace(
+        record_of(result, choice, planned),
+        compile_seconds=time.perf_counter() - began,
+        pool_bytes=shared,
+        peak_bytes=peak_with_pools(result.schedule, shared),
+    )
+    record.add(graph)
 
 
-def _count(result: Result) -> None:
-    for counter, times in counts_of(result).items():
+def _count(result: Result, planned: Planned | None) -> None:
+    of_attention = {} if planned is None else planned.attention_counts
+    for counter, times in {**counts_of(result), **of_attention}.items():
         count(counter, times)

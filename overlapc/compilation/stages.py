@@ -20,9 +20,9 @@ from overlapc.codegen.parts import split
 from overlapc.codegen.program import Program
 from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.sources import generate_kernels, kernels_of
-from overlapc.compilation.counts import counts_of, fallbacks_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
 from overlapc.compilation.kept_parameters import choice_of, partition_of
+from overlapc.compilation.recording import counts_of, record_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
@@ -34,9 +34,8 @@ from overlapc.planning.dumps import Dumps
 from overlapc.planning.plan_graph import Planned, Reused, collective_lines, device_types, plan_graph
 from overlapc.planning.transports import rank_in_graphs
 from overlapc.report import record
-from overlapc.report.graph_record import graph_record
 from overlapc.report.held_memory import inputs
-from overlapc.report.kept_gathered import GatherChoice, with_gathers
+from overlapc.report.kept_gathered import GatherChoice
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
@@ -137,9 +136,7 @@ def _generate(
             lowered.constants[constant] = inner[module].module or inner[module].call
     sources = generate_kernels(schedule, planned.sources)
     program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
-    report = graph_record(result, fallbacks=fallbacks_of(result), attention=planned.attention)
-    report = with_gathers(replace(report, not_copied=planned.not_copied), result, choice)
-    report = _with_shared_memory(report, planned)
+    report = _with_shared_memory(record_of(result, choice, planned), planned)
     if config.memory == "pool":
         program, report = _with_pool(program, report, schedule, lowered)
     # An inner graph is not split: it runs as part of a call of the outer graph.

@@ -18,6 +18,7 @@ from overlapc.launch.cli import main
 from overlapc.launch.plan_script import plan_script
 from overlapc.launch.sweep import hardware
 from overlapc.report.held_memory import step_peak_bytes
+from overlapc.runtime.counters import counted
 from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 from tests import ROOT
@@ -278,6 +279,26 @@ step = torch.compile(model, backend="overlapc")
 step(torch.ones(4, width)).backward()
 torch.optim.SGD(model.parameters()).step()
 """
+
+
+def test_a_plan_says_which_attention_runs_and_times_no_kernels(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\nfrom torch.nn import functional as F\n"
+        "w = torch.ones(1, 2, 128, 64, device='cuda', requires_grad=True)\n"
+        "optimizer = torch.optim.SGD([w], lr=0.1)\n"
+        "@torch.compile\n"
+        "def step(w, mask):\n"
+        "    return F.scaled_dot_product_attention(w.sin(), w.cos(), w.exp(), attn_mask=mask).square().mean()\n"
+        "step(w, torch.rand(128, 128, device='cuda') > 0.5).backward()\noptimizer.step()\n"
+    )
+    torch._dynamo.utils.counters.clear()
+    report, _ = plan_script(path, [], 1, 1, Config.of({**H200, "benchmark_fusion": "1", "matmul": "autotune"}))
+    forward, backward = report.steps[0].graphs
+    assert [list(graph.attention.values()) for graph in (forward, backward)] == [[1], [1]]
+    assert "attention of [1, 2, 128, 64] float32" in str(report)
+    assert counted("attention_masks_kept") == 1
+    assert not counted("kernel_compiles") and not counted("file_compiles")
 
 
 def test_modules_beside_a_script_are_imported_anew_for_each_plan(tmp_path):

@@ -1,16 +1,32 @@
-"""What a compiled graph adds to `torch._dynamo.utils.counters["overlapc"]`."""
+"""The record of a planned graph, and what it adds to `torch._dynamo.utils.counters["overlapc"]`."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from overlapc.fusion.to_schedule import op_name
 from overlapc.ir.ops import Extern, Start
 from overlapc.passes.run import Result
+from overlapc.planning.plan_graph import Planned
+from overlapc.report.graph_record import graph_record
+from overlapc.report.kept_gathered import GatherChoice, with_gathers
+from overlapc.report.model import GraphRecord
 from overlapc.schedule.model import Kind
 
 
-def fallbacks_of(result: Result) -> dict[str, int]:
+def record_of(result: Result, choice: GatherChoice, planned: Planned | None = None) -> GraphRecord:
+    """Return the record of a graph.
+
+    choice: the gathers that the step keeps between forward and backward. planned: where `result` comes from; None for
+    schedules that were not made from an FX graph.
+    """
+    attention, not_copied = ({}, {}) if planned is None else (planned.attention, planned.not_copied)
+    record = graph_record(result, fallbacks=_fallbacks(result), attention=attention)
+    return with_gathers(replace(record, not_copied=not_copied), result, choice)
+
+
+def _fallbacks(result: Result) -> dict[str, int]:
     """Return the number of calls of each op that has no lowering."""
     found: Counter[str] = Counter()
     for node in result.schedule.nodes:
@@ -21,10 +37,10 @@ def fallbacks_of(result: Result) -> dict[str, int]:
 
 
 def counts_of(result: Result) -> dict[str, int]:
-    """Return what one compiled graph adds to `counters["overlapc"]`."""
+    """Return what the final schedule of one graph adds to `counters["overlapc"]`."""
     kinds = Counter(node.kind for node in result.schedule.nodes)
     fused = sum(node.kind is Kind.KERNEL for node in result.before.schedule.nodes)
-    fallbacks = fallbacks_of(result)
+    fallbacks = _fallbacks(result)
     return {
         "graphs": 1,
         "kernels": kinds[Kind.KERNEL],
