@@ -21,7 +21,12 @@ if TYPE_CHECKING:  # a command starts without torch
     PlanOne = Callable[[Point], Report]
 
 
+_OF_MODELS = ("mesh", "seq", "batch", "layers", "dtype", "no_reshard", "whole")
+_OF_MODELS_AND_SCRIPTS = ("world_size", "budget", "gpus_per_host", "network")
+
+
 def plan(
+    context: typer.Context,
     file: Annotated[
         Path | None,
         typer.Argument(
@@ -102,11 +107,14 @@ def plan(
     if (file is None) == (not model):
         raise ConfigError("give either FILE or --model")
     targets = save or ()
-    if file is not None and file.suffix != ".py":
+    if file is not None and file.suffix == ".py":
+        why = f"needs --model: {file.name} makes its model and its mesh, from WORLD_SIZE and its arguments after --"
+        _refuse(context, _OF_MODELS, why)
+    elif file is not None:
+        why = f"does not apply to the schedules in {file.name}, whose ranks and sizes are fixed"
+        _refuse(context, (*_OF_MODELS, *_OF_MODELS_AND_SCRIPTS, "arguments"), why)
         _plan_schedules(file, values, targets)
         return
-    if file is not None and mesh:
-        raise ConfigError("--mesh needs --model: a script makes its mesh from WORLD_SIZE and its arguments")
     check_torch()
     from overlapc.launch import sweep
 
@@ -133,6 +141,15 @@ def plan(
         _show_table(axes, found, assumed, targets)
     else:
         _show_step(found[0][1], assumed, targets)
+
+
+def _refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raise ConfigError if the user gave one of these parameters."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":  # releases of typer have different enums
+            shown = f"the argument {context.params[name][0]}" if name == "arguments" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{shown} {why}")
 
 
 def _plan_schedules(file: Path, values: Mapping[str, str], targets: Sequence[Path]) -> None:

@@ -68,6 +68,10 @@ def command(capsys, monkeypatch, tmp_path):
         (("run", "missing.py"), "no script 'missing.py'"),
         (("report", "missing.json"), "cannot read missing.json: No such file or directory"),
         (("plan", "missing.txt"), "cannot read missing.txt: No such file or directory"),
+        (("plan", "train.py", "--seq", "64"), "--seq needs --model: train.py makes its model and its mesh, from"),
+        (("plan", "a.txt", "--no-reshard"), "--no-reshard does not apply to the schedules in a.txt, whose ranks and"),
+        (("plan", "a.txt", "--budget", "1GiB"), "--budget does not apply to the schedules in a.txt"),
+        (("plan", "a.txt", "--", "1"), "the argument 1 does not apply to the schedules in a.txt"),
         (("frobnicate",), "frobnicate"),
     ],
 )
