@@ -14,6 +14,7 @@ ends it, or takes longer than `--seconds`, has "ended", and the next one continu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -161,7 +162,8 @@ def run(file: Path, options: argparse.Namespace, until: float) -> list[str]:
                     name = ""
                 else:
                     name = message
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.killpg(process.pid, signal.SIGKILL)
             why = f"no end within {options.seconds + _GRACE_S} s"
         except EOFError:
             process.join()
