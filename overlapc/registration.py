@@ -11,14 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-_REGISTRY = "torch._dynamo.backends.registry"
+from overlapc.when_imported import when_imported
+
 _NAME = "overlapc"
 
 
@@ -31,10 +28,7 @@ def overlapc(gm: Any, example_inputs: Sequence[Any], **how: Any) -> Callable[...
 
 def register_with_torch() -> None:
     """Register the backend now if torch's registry is imported, otherwise as soon as it is."""
-    if _REGISTRY in sys.modules:
-        _register(import_module(_REGISTRY))  # `import_module` waits for a thread that is still importing it
-    else:
-        sys.meta_path.insert(0, _Watch())
+    when_imported("torch._dynamo.backends.registry", _register)
 
 
 class _Registered(dict[str, Any]):
@@ -77,24 +71,3 @@ def _prepare_early() -> None:
             prepare_torch(checked_options(**getattr(self, "kwargs", {})))
 
     compile_wrapper.__init__ = init_and_prepare
-
-
-class _Watch(MetaPathFinder):
-    """Import hook that registers the backend right after torch's registry has been imported."""
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the registry's own spec with a loader that also registers the backend; None for all other modules."""
-        if name != _REGISTRY:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
-
-        def load_and_register(module: ModuleType) -> None:
-            load(module)
-            _register(module)
-
-        spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
-        return spec

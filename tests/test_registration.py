@@ -136,3 +136,34 @@ def test_dynamo_searches_files_for_function_names_only_if_it_logs_its_trace() ->
     finally:
         torch._logging.set_logs()
     assert __file__ in found
+
+
+SHARDED_LATER = """
+import torch, torch.distributed as dist
+from torch import nn
+import overlapc
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+model = nn.Sequential(*(Block() for _ in range(4)))
+for block in model:
+    block.compile(backend="overlapc", options={"native": "0", "passes": "none"})
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for block in model:
+    fully_shard(block)
+overlapc.adopt_fsdp2(fully_shard(model))
+model(torch.ones(2, 4)).sum().backward()
+# The first block has a graph of its own, because its input needs no gradient.
+assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, torch._dynamo.utils.counters["stats"]
+"""
+
+
+def test_equal_blocks_that_are_compiled_before_they_are_sharded_share_a_graph(tmp_path: Path) -> None:
+    """torchtitan and dinov3 compile each block first."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OVERLAPC_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SHARDED_LATER], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

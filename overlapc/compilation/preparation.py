@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
+from types import ModuleType
 
 from overlapc.config import Config
 from overlapc.fx.versions.dynamo import (
@@ -14,12 +14,15 @@ from overlapc.fx.versions.dynamo import (
 )
 from overlapc.fx.versions.tensors import initialize_gpus_once
 from overlapc.gc_paused import pause_while_compiling
+from overlapc.when_imported import when_imported
+
+_trace_once = False  # whether any `torch.compile` so far had this option on
 
 
 def prepare_torch(config: Config) -> None:
     """Pause garbage collection while Dynamo compiles, and give it room on Python's stack; let fake tensors initialize a
     GPU only once; spare Dynamo the search for names that it does not log, and guards that repeat others; and prepare it
-    for messages that are logged once and for the equal blocks of a model that overlapc shards.
+    for messages that are logged once and for the equal blocks of a model that overlapc shards, now or later.
 
     Calls after the first one change nothing more.
     """
@@ -29,9 +32,13 @@ def prepare_torch(config: Config) -> None:
     name_lines_only_in_logs()
     no_guards_on_equal_meshes()
     compile_with_stack_room()
-    access = sys.modules.get("overlapc.parallel.access")  # imported by whoever shards a model
-    if access is not None:
-        access.prepare_dynamo(config.trace_once)
+    global _trace_once
+    _trace_once |= config.trace_once
+    when_imported("overlapc.parallel.access", _prepare_for_sharded_modules)  # whoever shards a model imports it
+
+
+def _prepare_for_sharded_modules(access: ModuleType) -> None:
+    access.prepare_dynamo(_trace_once)
 
 
 def _skip_messages_logged_once() -> None:
