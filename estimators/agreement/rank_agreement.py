@@ -101,13 +101,13 @@ class GraphAgreement:
             f"\nhint: the whole error is in the output of rank {self._meetings.rank}"
         )
 
-    def agree_on_graph(self, lines: Sequence[str], kept: str = "") -> bool:
+    def agree_on_graph(self, lines: Sequence[str], cached_order: str = "") -> bool:
         """Raise RanksDisagree unless all ranks compile the graph that `lines` (see canonical_lines) describe.
 
-        kept: a hash of this rank's cached compilation of the graph; "" if it has none. Return True if all ranks have
-        the same: then all may use it, and need no further agreement.
+        cached_order: a hash of the order of collectives in this rank's cached compilation of the graph; "" if it has
+        none. Return True if all ranks have the same: then all may use it, and need no further agreement.
         """
-        same = self._agree("graph", "ranks compile different graphs", lines, kept.encode(), _common, _SAME_CODE)
+        same = self._agree("graph", "ranks compile different graphs", lines, cached_order.encode(), _common, _SAME_CODE)
         return bool(same)
 
     def agree_on_order(self, lines: Sequence[str]) -> None:
@@ -139,7 +139,7 @@ class GraphAgreement:
         return dict(zip(names, np.frombuffer(agreed, dtype="<f8").tolist(), strict=True))
 
     @property
-    def place(self) -> tuple[int, int]:
+    def index_and_count(self) -> tuple[int, int]:
         """(index of this rank among the ranks that compile together, number of these ranks)."""
         ranks = self._meetings.ranks
         return ranks.index(self._meetings.rank), len(ranks)
