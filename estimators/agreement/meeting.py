@@ -253,7 +253,7 @@ def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
         places.setdefault(place.decode(), []).append(rank)
     if len(places) > 1:
         raise RanksDisagree(
-            "ranks compile different things at the same time"
+            "ranks are compiling different graphs, or are at different stages of a compilation"
             + "".join(f"\n   {name_ranks(ranks)}: {place}" for place, ranks in places.items())
             + "".join(f"\n{line}" for line in differences(notes))
             + "\nhint: a rank compiled or recompiled a graph that others did not; TORCH_LOGS=recompiles says why"
