@@ -42,7 +42,8 @@ def calibrate(
         str,
         typer.Option(
             metavar="NAME",
-            help="measure only collectives by peer-to-peer copies (transport=copy), for this profile",
+            help="measure only collectives by peer-to-peer copies (transport=copy), and add their times to this"
+            " profile",
             show_default=False,
         ),
     ] = "",

@@ -139,12 +139,12 @@ def plan(
         else:
             settings = {"model": model, "mesh": mesh, "layers": layers, "dtype": dtype, "reshard": not no_reshard}
             plan_one = _model_planner(values, settings, whole)
-        found = list(sweep.sweep(axes, plan_one))
+        outcomes = list(sweep.sweep(axes, plan_one))
     assumed = sweep.assumed(machine, *assumptions)
     if several:
-        _show_table(axes, found, assumed, targets)
+        _show_table(axes, outcomes, assumed, targets)
     else:
-        _show_step(found[0][1], assumed, targets)
+        _show_step(outcomes[0][1], assumed, targets)
 
 
 def _plan_schedules(file: Path, values: Mapping[str, str], targets: Sequence[Path]) -> None:

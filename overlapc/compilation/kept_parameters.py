@@ -98,12 +98,12 @@ def _divided(
     if reason:
         count(f"parameters not kept gathered: {reason}")
         return _noted((forward, backward), GatherChoice(frozenset(), gathers, f"none are kept: {reason}"))
-    made = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, will_run).made()
-    choice = GatherChoice(frozenset(made.gathers), gathers, made.why)
-    if made.gathers:
-        count("gathers_kept_for_backward", len(made.gathers))
-        forward, backward = partition(again, joint_inputs, keep=made.gathers, **options)
-    forward.meta[BESIDE_POOLS] = made.beside_pools_bytes
+    kept = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, will_run).made()
+    choice = GatherChoice(frozenset(kept.gathers), gathers, kept.why)
+    if kept.gathers:
+        count("gathers_kept_for_backward", len(kept.gathers))
+        forward, backward = partition(again, joint_inputs, keep=kept.gathers, **options)
+    forward.meta[BESIDE_POOLS] = kept.beside_pools_bytes
     return _noted((forward, backward), choice)
 
 

@@ -103,13 +103,13 @@ class Transports:
         if not will_run:
             per_host = config.ranks_per_host or profile.ranks_per_host
             places = {rank: {"host": rank // per_host, "device": rank} for rank in range(dist.get_world_size())}
-            found = cls(reach=CopyReach(places), wanted=True)
+            transports = cls(reach=CopyReach(places), wanted=True)
         else:
-            found = cls._asked(gm, config, agreement, is_inner)
-        found.profile, found.chooses = profile, config.transport == AUTO
+            transports = cls._asked(gm, config, agreement, is_inner)
+        transports.profile, transports.chooses = profile, config.transport == AUTO
         # Only on request: groups that span several hosts have not been measured on GPUs.
-        found.over_hosts = not found.chooses or config.ranks_per_host is not None
-        return found
+        transports.over_hosts = not transports.chooses or config.ranks_per_host is not None
+        return transports
 
     @classmethod
     def _asked(cls, gm: GraphModule, config: Config, agreement: GraphAgreement | None, is_inner: bool) -> Transports:
@@ -347,7 +347,7 @@ def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: Devi
     for comm, by_copies in collectives:
         if by_copies:
             units.setdefault(unit_of(comm), []).append((comm, by_copies))
-    found = set()
+    cheaper = set()
     for unit, members in units.items():
         library_ns = _cost_ns([comm for comm, _ in members], profile)
         by_queue: dict[str, float] = {}  # launches on different queues overlap with those of other units
@@ -355,8 +355,8 @@ def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: Devi
             queue = launch[0].queue
             by_queue[queue] = by_queue.get(queue, 0.0) + _cost_ns(launch, profile)
         if library_ns < max(by_queue.values()):
-            found.add(unit)
-    return frozenset(found)
+            cheaper.add(unit)
+    return frozenset(cheaper)
 
 
 def _cost_ns(comms: Sequence[Comm], profile: DeviceProfile) -> float:

@@ -289,14 +289,14 @@ class GraphCopies:
             self._early_shards.add(index)
             self.pool.held += 1
         views = self._views()
-        found = views.shards.get((index, at))
-        if found is None:
+        shard = views.shards.get((index, at))
+        if shard is None:
             slot = self.layout.slots[self.layout.begins[index].tensors[at]]
             part_bytes = math.prod(size) * dtype.itemsize
             before_bytes = self.pool.rank * part_bytes if self.forms[index].in_pool else 0
             there = self._bytes_at(slot.offset + before_bytes, part_bytes, dtype)
-            found = views.shards[index, at] = there.as_strided(size, stride)
-        return found
+            shard = views.shards[index, at] = there.as_strided(size, stride)
+        return shard
 
     def start(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Start collective `index`; results may be read after `wait` and, if they lie in the pool, until `release`.
@@ -351,10 +351,10 @@ class GraphCopies:
 
     def _views(self) -> _Views:
         """Return this graph's views of the pool's current memory; sizes are static, so all runs share them."""
-        found = self.pool.views.get(self)
-        if found is None:
-            found = self.pool.views[self] = _Views()
-        return found
+        views = self.pool.views.get(self)
+        if views is None:
+            views = self.pool.views[self] = _Views()
+        return views
 
     def _make_results(self, index: int, given: Sequence[Tensor]) -> list[Tensor]:
         results = []
