@@ -9,7 +9,7 @@ Each model has some blocks (attention, gated and plain feed-forward, norms, chec
 float32 or bfloat16 compute, and `memory` "reuse" or "pool". It trains two steps without a budget, then two with a
 budget of 0.6 to 1.1 times the peak that was planned without one. Planned memory is the report's peak of forward and
 backward. Measured memory is the peak of the bytes requested from torch's allocator during the second step, without
-gradients of the first one: parameters, the batch, everything that the step requests, and what ranks share for copies.
+gradients of the first one: parameters, the batch, everything that the step requests, and the shared memory for copies.
 (The allocator may hand out a block that is up to 1 MiB larger, which is much for these models.)
 
 On a CPU the allocator's events come from torch's profiler. gloo would allocate memory for a reduce-scatter from the

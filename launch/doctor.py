@@ -131,5 +131,8 @@ def compared(what: str, reached: float, promised: float | None, unit: float, nam
         return Finding(what, f"{reached / unit:.3g} {name}; not in the profile", "overlapc calibrate measures it")
     off = reached / promised - 1
     found = f"{reached / unit:.3g} {name}, {off:+.0%} from the profile's {promised / unit:.3g}"
-    slow = "another machine, or a busy one: measure it with `overlapc calibrate --out my.json`, and set profile=my.json"
-    return Finding(what, found, slow if abs(off) > FAR else "")
+    hint = (
+        "this machine differs from the profile's, or is busy: if it is idle, run `overlapc calibrate --out my.json` and"
+        " set profile=my.json"
+    )
+    return Finding(what, found, hint if abs(off) > FAR else "")

@@ -40,10 +40,12 @@ if TYPE_CHECKING:  # parts of the compiler
     from overlapc.passes.base import Context
     from overlapc.schedule.model import Schedule
 
-_ADOPT = "model = overlapc.adopt_fsdp2(model) before torch.compile takes the model over as it is"
+_ADOPT = (
+    "call `model = overlapc.adopt_fsdp2(model)` before torch.compile; it keeps parameters, process groups and options"
+)
 _REPLICATE = (
-    "in place of DistributedDataParallel(model), overlapc.fully_shard(model, mesh) on a mesh of (ranks, 1), with"
-    " mesh_dim_names=('replicate', 'shard'), keeps all parameters on each rank and reduces gradients in the graph"
+    "replace DistributedDataParallel(model) by overlapc.fully_shard(model, mesh) on a mesh of shape (ranks, 1) with"
+    " mesh_dim_names=('replicate', 'shard'): it replicates parameters, and reduces gradients in the graph"
 )
 
 watch_optimizers()  # before Dynamo traces an optimizer: the code that it traces must not change later
@@ -186,17 +188,17 @@ def _advise(text: str) -> None:
 def _check_communication(gm: GraphModule) -> None:
     """Warn about communication that is outside the graph, or that no compute in the graph can hide."""
     if runs_under_fsdp2():
-        _advise_against_hooks("FSDP2's fully_shard, whose gathers and reductions run in hooks", _ADOPT)
+        _advise_against_hooks("is sharded by FSDP2's fully_shard", "gathers and reductions", _ADOPT)
     elif runs_under_ddp():
-        _advise_against_hooks("DistributedDataParallel, whose reductions run in hooks of autograd", _REPLICATE)
+        _advise_against_hooks("is wrapped in DistributedDataParallel", "reductions", _REPLICATE)
     if "overlapc.parallel.gather" in sys.modules:  # otherwise overlapc has sharded no model
         _check_gathers(gm)
 
 
-def _advise_against_hooks(whose: str, hint: str) -> None:
+def _advise_against_hooks(how: str, communication: str, hint: str) -> None:
     _advise(
-        f"overlapc compiles a module in the forward of {whose} that Dynamo does not trace: this communication stays"
-        f" outside the graph, so overlapc cannot overlap it with compute.\nhint: {hint}"
+        f"this model {how}: its {communication} run in hooks that Dynamo does not trace, so they stay outside the"
+        f" compiled graph, and overlapc cannot overlap them with compute.\nhint: {hint}"
     )
 
 

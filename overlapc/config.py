@@ -55,8 +55,9 @@ class Config:
     keep_gathered: bool = _knob(
         True,
         read.a_bool,
-        "with a memory_budget: use free memory within it to keep parameters gathered between forward and backward,"
-        " first those whose second all-gather takes the most time per byte, where that makes the planned step shorter",
+        "with a memory_budget: keep parameters gathered between forward and backward if memory is left within the"
+        " budget and the planned step becomes shorter; first those whose second all-gather costs the most time per"
+        " byte",
     )
     reorder_collectives: bool = _knob(
         True,
@@ -67,8 +68,8 @@ class Config:
     safe_communication: frozenset[str] = _knob(
         frozenset(),
         read.words,
-        "custom ops that communicate (namespace::name,...) but that other communication may be moved across; every"
-        " other op whose communication overlapc does not know is a barrier",
+        "custom ops (namespace::name,...) that communicate, but that other collectives may be moved across; every other"
+        " op whose communication overlapc does not know is a barrier for all collectives",
     )
     # NCCL kernels took 1.2 to 1.7 times as long beside compute as alone in steps of a Llama-8B shape on 4 H200s (37 ms;
     # 43 to 63 overlapped). The simulator expects the average of that, but a late collective stops all ranks, so it gets
@@ -108,15 +109,17 @@ class Config:
     measure_matmuls: bool | None = _knob(
         None,
         read.optional_bool,
-        "measure each shape of matmul, attention and convolution once on this device, and cache the times (default: on "
-        "GPUs, for graphs that communicate, unless a profile is named; never with deterministic algorithms)",
+        "measure library calls (matmuls, and also attention and convolutions) once per shape on this device, and cache"
+        " the times (default: on GPUs, for graphs that communicate, unless a profile is named; never with deterministic"
+        " algorithms)",
     )
     transport: str = _knob(
         "auto",
         read.one_of("auto", "nccl", "copy"),
-        "how parameters and gradients are communicated: by the process group's library (nccl; on CPUs gloo), or by"
-        " copies between ranks of one host, with gradients sent in the dtype they were computed in and summed in"
-        " float32 (copy); auto uses copies where they cost less according to the profile",
+        "how parameters and gradients are communicated: nccl is the process group's library (NCCL, or gloo on CPUs),"
+        " which reports call `library`; copy is peer-to-peer copies between ranks of one host, with gradients sent in"
+        " the dtype they were computed in and summed in float32; auto uses copies where the profile predicts them to be"
+        " faster",
     )
     ranks_per_host: int | None = _knob(
         None,
@@ -263,7 +266,8 @@ class Config:
         checks = [name for name in ("check_lifecycle", "check_values", "sync_kernels") if getattr(self, name)]
         if checks:
             raise ConfigError(
-                f"cuda_graphs excludes {checks[0]}: nodes of a captured part cannot be checked one by one"
+                f"{checks[0]} cannot be combined with cuda_graphs: a captured part runs as a whole, so its nodes cannot"
+                " be checked one by one"
             )
 
     @classmethod

@@ -24,7 +24,7 @@ class Reason(Enum):
     SCHEDULE_END = "end of schedule"
     WOULD_EXPOSE = "would expose {}"
     READER = "{} reads it"
-    CUT = "its bucket is cut: a whole bucket would cost more time or memory"
+    CUT = "split off from its bucket: launching the whole bucket at once would cost more time or memory"
     NO_BUCKET = "cannot be merged: {}"
     MERGED = "bucket of {}"
     FILLED = "all ready compute overlaps it already"

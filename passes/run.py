@@ -27,7 +27,9 @@ Planned = tuple[Schedule, tuple[PassReport, ...]]
 SHARES = (0, 0.125, 0.25, 0.5), (1, 2, 4, 8, 16, 32)
 # Without a budget, more memory must shorten the step by this share: no estimate tells apart what differs by less.
 WORTH_MEMORY = 0.005
-TRIAL_EFFORT = 4_000  # of the searches that tell; rules alone may leave to the search what takes the memory
+# Search effort for comparing two memory limits (`limit_without_budget`). The rule-based passes alone are not enough:
+# sometimes only the search uses the additional memory.
+TRIAL_EFFORT = 4_000
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     budget = ctx.budget_bytes if ctx.budget_bytes is not None else schedule.budget_bytes
     ctx = replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
     if budget is not None and (peak := ctx.peak_of(schedule)) > budget:
-        at = "" if incoming.peak_at is None else f" at {schedule.nodes[incoming.peak_at].name}"
+        at = "" if incoming.peak_at is None else f" (at {schedule.nodes[incoming.peak_at].name})"
         raise MemoryBudgetError(
-            f"{schedule.name}: memory_budget leaves {human_bytes(budget)}, and the graph needs {human_bytes(peak)}{at}"
-            f" before any pass adds to it\nhint: raise memory_budget, shard more, or checkpoint activations",
+            f"{schedule.name}: memory_budget leaves {human_bytes(budget)} for this graph, but it needs"
+            f" {human_bytes(peak)}{at} even in its original order"
+            "\nhint: raise memory_budget, shard more, or checkpoint activations",
             peak,
         )
     plans = _Plans(schedule, replace(ctx, final_bytes=budget), passes)
@@ -116,8 +119,12 @@ class _Plans:
         fitting = {limit: plan for limit, plan in self.plans.items() if plan.peak_bytes <= budget}
         if not fitting:
             needed = self.plans[min(self.plans)].peak_bytes
-            why = f"{self.schedule.name}: memory_budget leaves {human_bytes(budget)}"
-            raise MemoryBudgetError(f"{why}, too little for copies' memory pools\nhint: raise memory_budget", needed)
+            raise MemoryBudgetError(
+                f"{self.schedule.name}: memory_budget leaves {human_bytes(budget)} for this graph, but with the shared"
+                f" memory for copies the smallest plan needs {human_bytes(needed)}"
+                '\nhint: raise memory_budget, or set options={"transport": "nccl"}',
+                needed,
+            )
         return self.of_limit(min(sorted(fitting), key=lambda limit: fitting[limit].after.step_ns))
 
     def of_limit(self, limit: int) -> Result:

@@ -184,7 +184,7 @@ class Meetings:
         """Decide and publish the verdict; all contributors have arrived."""
         try:
             values = self._store.multi_get([keys.arrival(rank) for rank in awaited])
-            verdict = _AGREED + decide(_same_place(dict(zip(awaited, values, strict=True))))
+            verdict = _AGREED + decide(_contributions(dict(zip(awaited, values, strict=True))))
         except RanksDisagree as error:
             verdict = _FAILED + str(error).encode()
         except BaseException as error:
@@ -242,23 +242,23 @@ class Meetings:
                 self._store.delete_key(key)
 
 
-def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
+def _contributions(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
     """Return the contributions by rank. Raise RanksDisagree if the subjects of the ranks differ."""
-    brought: dict[int, bytes] = {}
+    values: dict[int, bytes] = {}
     notes: dict[int, Notes] = {}
-    places: dict[str, list[int]] = {}
-    for rank, value in arrivals.items():
-        place, noted, brought[rank] = value.split(b"\n", 2)
-        notes[rank] = json.loads(noted)
-        places.setdefault(place.decode(), []).append(rank)
-    if len(places) > 1:
+    ranks_by_subject: dict[str, list[int]] = {}
+    for rank, arrival in arrivals.items():
+        subject, note_text, values[rank] = arrival.split(b"\n", 2)
+        notes[rank] = json.loads(note_text)
+        ranks_by_subject.setdefault(subject.decode(), []).append(rank)
+    if len(ranks_by_subject) > 1:
         raise RanksDisagree(
-            "ranks compile different things at the same time"
-            + "".join(f"\n   {name_ranks(ranks)}: {place}" for place, ranks in places.items())
+            "ranks are compiling different graphs, or are at different stages of a compilation"
+            + "".join(f"\n   {name_ranks(ranks)}: {subject}" for subject, ranks in ranks_by_subject.items())
             + "".join(f"\n{line}" for line in differences(notes))
             + "\nhint: a rank compiled or recompiled a graph that others did not; TORCH_LOGS=recompiles says why"
         )
-    return brought
+    return values
 
 
 def differences(notes: Mapping[int, Notes]) -> list[str]:

@@ -101,13 +101,13 @@ class GraphAgreement:
             f"\nhint: the whole error is in the output of rank {self._meetings.rank}"
         )
 
-    def agree_on_graph(self, lines: Sequence[str], kept: str = "") -> bool:
+    def agree_on_graph(self, lines: Sequence[str], cached_order: str = "") -> bool:
         """Raise RanksDisagree unless all ranks compile the graph that `lines` (see canonical_lines) describe.
 
-        kept: a hash of this rank's cached compilation of the graph; "" if it has none. Return True if all ranks have
-        the same: then all may use it, and need no further agreement.
+        cached_order: a hash of the order of collectives in this rank's cached compilation of the graph; "" if it has
+        none. Return True if all ranks have the same: then all may use it, and need no further agreement.
         """
-        same = self._agree("graph", "ranks compile different graphs", lines, kept.encode(), _common, _SAME_CODE)
+        same = self._agree("graph", "ranks compile different graphs", lines, cached_order.encode(), _common, _SAME_CODE)
         return bool(same)
 
     def agree_on_order(self, lines: Sequence[str]) -> None:
@@ -139,7 +139,7 @@ class GraphAgreement:
         return dict(zip(names, np.frombuffer(agreed, dtype="<f8").tolist(), strict=True))
 
     @property
-    def place(self) -> tuple[int, int]:
+    def index_and_count(self) -> tuple[int, int]:
         """(index of this rank among the ranks that compile together, number of these ranks)."""
         ranks = self._meetings.ranks
         return ranks.index(self._meetings.rank), len(ranks)
@@ -182,15 +182,15 @@ class GraphAgreement:
         digest = _digest(lines)
         answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s, notes=self._notes)
         head, _, combined = answer.partition(b"\n")
-        found = json.loads(head)
-        if found["digest"] == digest.decode():
+        comparison = json.loads(head)
+        if comparison["digest"] == digest.decode():
             return combined
-        if found["digest"]:
+        if comparison["digest"]:
             raise RanksDisagree(
                 f"{at}: the store holds the answer of another job\n"
                 "hint: start each job with a store of its own (another port or file)"
             )
-        variants: list[list[int]] = found["variants"]
+        variants: list[list[int]] = comparison["variants"]
         speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
         own = json.dumps([dict(self._notes), list(lines)]).encode()
         text = zlib.compress(own, 1) if self._meetings.rank in speakers else b""
@@ -209,25 +209,25 @@ def _digest(lines: Sequence[str]) -> bytes:
     return running.hexdigest().encode()
 
 
-def _compare(combine: Callable[[Sequence[bytes]], bytes], brought: Mapping[int, bytes]) -> bytes:
+def _compare(combine: Callable[[Sequence[bytes]], bytes], values: Mapping[int, bytes]) -> bytes:
     """Return the common digest with the combined values, or else the ranks of each digest, most frequent first."""
     by_digest: dict[bytes, list[int]] = {}
-    for rank in sorted(brought):
-        by_digest.setdefault(brought[rank][:64], []).append(rank)
+    for rank in sorted(values):
+        by_digest.setdefault(values[rank][:64], []).append(rank)
     if len(by_digest) == 1:
         (digest,) = by_digest
         return (
             json.dumps({"digest": digest.decode()}).encode()
             + b"\n"
-            + combine([brought[rank][64:] for rank in sorted(brought)])
+            + combine([values[rank][64:] for rank in sorted(values)])
         )
     variants = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     return json.dumps({"digest": "", "variants": variants}).encode()
 
 
-def _common(brought: Sequence[bytes]) -> bytes:
+def _common(values: Sequence[bytes]) -> bytes:
     """Return the contribution of the ranks if all are equal, else b""."""
-    return brought[0] if len(set(brought)) == 1 else b""
+    return values[0] if len(set(values)) == 1 else b""
 
 
 def _each_value(reduce: Callable[..., Any], columns: Sequence[bytes]) -> bytes:
@@ -236,22 +236,22 @@ def _each_value(reduce: Callable[..., Any], columns: Sequence[bytes]) -> bytes:
     return bytes(reduce(table, axis=0).astype("<f8").tobytes())
 
 
-def _listed(brought: Sequence[bytes]) -> bytes:
-    return json.dumps([text.decode() for text in brought]).encode()
+def _listed(values: Sequence[bytes]) -> bytes:
+    return json.dumps([text.decode() for text in values]).encode()
 
 
-def _longest(brought: Sequence[bytes]) -> bytes:
-    found: dict[str, dict[str, float]] = {}
-    for text in brought:
+def _longest(values: Sequence[bytes]) -> bytes:
+    longest: dict[str, dict[str, float]] = {}
+    for text in values:
         for name, table in json.loads(zlib.decompress(text)).items():
-            if len(table) > len(found.get(name, ())):
-                found[name] = table
-    return json.dumps(found, sort_keys=True).encode()
+            if len(table) > len(longest.get(name, ())):
+                longest[name] = table
+    return json.dumps(longest, sort_keys=True).encode()
 
 
-def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:
+def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], values: Mapping[int, bytes]) -> bytes:
     """Raise RanksDisagree with the first difference of each text from the most frequent one."""
-    statements = {rank: json.loads(zlib.decompress(text)) for rank, text in brought.items()}
+    statements = {rank: json.loads(zlib.decompress(text)) for rank, text in values.items()}
     texts = {rank: lines for rank, (_, lines) in statements.items()}
     common, *others = [(ranks, texts[ranks[0]]) for ranks in variants[:_SHOWN_VARIANTS]]
     parts = [title]

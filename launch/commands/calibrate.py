@@ -31,7 +31,9 @@ def calibrate(
     ] = "",
     ranks_per_host: Annotated[
         int,
-        typer.Option(metavar="N", help="devices per host (default: as many as this machine has)", show_default=False),
+        typer.Option(
+            metavar="N", help="GPUs (ranks) per host (default: as many as this machine has)", show_default=False
+        ),
     ] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="measure only the few sizes of the default CPU profile: about ten seconds")
@@ -40,7 +42,8 @@ def calibrate(
         str,
         typer.Option(
             metavar="NAME",
-            help="measure only collectives by copies, and add their times to this profile",
+            help="measure only collectives by peer-to-peer copies (transport=copy), and add their times to this"
+            " profile",
             show_default=False,
         ),
     ] = "",

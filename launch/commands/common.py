@@ -20,8 +20,6 @@ Passes = Annotated[
         metavar="A,B", help="passes to run, in this order, or 'none' (default: passes/pipeline.py)", show_default=False
     ),
 ]
-Dtype = Annotated[str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients are reduced in fp32")]
-NoReshard = Annotated[bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")]
 Processes = Annotated[int, typer.Option(metavar="N", help="processes on this host, one per GPU")]
 Options = Annotated[
     list[str] | None,

@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 from overlapc.launch.commands.common import (
-    Dtype,
-    NoReshard,
     Options,
     Passes,
     Processes,
@@ -26,7 +24,9 @@ from overlapc.launch.torchrun import run_ranks
 def demo(
     nproc: Processes = 2,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="gloo with C++ kernels, or NCCL with Triton")] = "cpu",
-    dtype: Dtype = "fp32",
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients are reduced in fp32")
+    ] = "fp32",
     tp: Annotated[int, typer.Option(metavar="N", help="tensor- and sequence-parallel ranks; must divide --nproc")] = 1,
     hsdp: Annotated[int, typer.Option(metavar="N", help="replicas of the sharded parameters; must divide --nproc")] = 1,
     steps: Annotated[int, typer.Option(metavar="N", help="training steps of each of the two runs")] = 12,
@@ -35,7 +35,9 @@ def demo(
     model: Annotated[
         str, typer.Option(metavar="tiny|demo|8b", help="size of the model; 8b: 8 layers of Llama-8B")
     ] = "demo",
-    no_reshard: NoReshard = False,
+    no_reshard: Annotated[
+        bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
+    ] = False,
     profile: Annotated[
         bool,
         typer.Option(

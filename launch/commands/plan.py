@@ -12,7 +12,7 @@ import typer
 from overlapc.config import Config
 from overlapc.documents import read_text
 from overlapc.errors import ConfigError, MemoryBudgetError
-from overlapc.launch.commands.common import Dtype, NoReshard, Options, Passes, check_torch, option_values, writable
+from overlapc.launch.commands.common import Options, Passes, check_torch, option_values, writable
 
 if TYPE_CHECKING:  # a command starts without torch
     from overlapc.report.plans import Axes, Outcome, Point
@@ -42,19 +42,24 @@ def plan(
         str, typer.Option(metavar="llama-8b|llama-70b|demo|tiny", help="plan a training step of this model")
     ] = "",
     mesh: Annotated[
-        str, typer.Option(metavar="dp=N,tp=N", help="ranks of each axis: replicate, dp, tp (default: all ranks in dp)")
+        str,
+        typer.Option(
+            metavar="dp=N,tp=N", help="with --model: ranks of each axis (replicate, dp, tp; default: all ranks in dp)"
+        ),
     ] = "",
     world_size: Annotated[
         str,
         typer.Option(
-            metavar="N,N", help="number of ranks (default: those of --mesh; for a script: 8); several make a table"
+            metavar="N,N",
+            help="number of ranks (default: those of --mesh; for a script: 8); several make a table",
+            show_default=False,
         ),
     ] = "0",
     seq: Annotated[
-        str, typer.Option(metavar="N,N", help="tokens per row, with --model; several make a table")
+        str, typer.Option(metavar="N,N", help="with --model: tokens per row; several make a table")
     ] = "4096",
     batch: Annotated[
-        str, typer.Option(metavar="N,N", help="rows per data-parallel rank, with --model; several make a table")
+        str, typer.Option(metavar="N,N", help="with --model: rows per data-parallel rank; several make a table")
     ] = "1",
     budget: Annotated[
         str, typer.Option(metavar="SIZE,SIZE", help="memory_budget; several make a table", show_default=False)
@@ -69,13 +74,20 @@ def plan(
         ),
     ] = "",
     layers: Annotated[
-        int, typer.Option(metavar="N", help="number of layers (default: all of the model)", show_default=False)
+        int, typer.Option(metavar="N", help="with --model: number of layers (default: all)", show_default=False)
     ] = 0,
-    dtype: Dtype = "bf16",
-    no_reshard: NoReshard = False,
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16", help="with --model: dtype of compute; gradients are reduced in fp32")
+    ] = "bf16",
+    no_reshard: Annotated[
+        bool,
+        typer.Option("--no-reshard", help="with --model: keep parameters gathered between forward and backward"),
+    ] = False,
     whole: Annotated[
         bool,
-        typer.Option("--whole", help="trace every layer (default: extrapolate from a few layers if there are many)"),
+        typer.Option(
+            "--whole", help="with --model: trace every layer (default: extrapolate from a few if there are many)"
+        ),
     ] = False,
     passes: Passes = None,
     profile: Annotated[
@@ -135,12 +147,12 @@ def plan(
         else:
             settings = {"model": model, "mesh": mesh, "layers": layers, "dtype": dtype, "reshard": not no_reshard}
             plan_one = _model_planner(values, settings, whole)
-        found = list(sweep.sweep(axes, plan_one))
+        outcomes = list(sweep.sweep(axes, plan_one))
     assumed = sweep.assumed(machine, *assumptions)
     if several:
-        _show_table(axes, found, assumed, targets)
+        _show_table(axes, outcomes, assumed, targets)
     else:
-        _show_step(found[0][1], assumed, targets)
+        _show_step(outcomes[0][1], assumed, targets)
 
 
 def _refuse(context: typer.Context, names: Sequence[str], why: str) -> None:

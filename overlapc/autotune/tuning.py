@@ -106,7 +106,7 @@ def tune(
     cached = CachedTimes(cache_dir, graph)
     known = {trial.name: cached.read(trial) for trial in trials}
     common = trials if agreement is None else _on_all_ranks(agreement, cached, trials)
-    own, ranks = (0, 1) if agreement is None else agreement.place
+    own, ranks = (0, 1) if agreement is None else agreement.index_and_count
     left_to_others = {trial.name for at, trial in enumerate(common) if at % ranks != own}
     share = [
         trial for trial in trials if trial.name not in left_to_others and explore(trial, known[trial.name]).missing

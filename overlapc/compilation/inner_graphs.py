@@ -30,7 +30,7 @@ def inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[...
     for subgraph in subgraphs(gm):
         if subgraph.module not in found:
             single = return_tuple(subgraph.module)
-            built = build(subgraph.module, config, f"{subgraph.name}_of_{name}", within=True, single=single)
+            built = build(subgraph.module, config, f"{subgraph.name}_of_{name}", is_inner=True, single=single)
             found[subgraph.module] = Built(unboxed(built.call, single), built.step_ns, module=built.module)
     return found
 

@@ -56,12 +56,12 @@ _SUFFIX = ".gathers.json"
 _KEY = "overlapc_gathers"  # key of the `GatherChoice` in `GraphModule.meta`
 
 
-def partition_of(gm: GraphModule, config: Config, number: int, *, runs: bool) -> Partition:
-    """Return the partitioner for the joint graph of `gm`, captured by Dynamo as step `number`. runs: see `plan_graph`.
+def partition_of(gm: GraphModule, config: Config, number: int, *, will_run: bool) -> Partition:
+    """Return the partitioner for the joint graph of `gm`, captured by Dynamo as step `number`.
 
-    It attaches a `GatherChoice` to forward and backward, for the report.
+    will_run: see `plan_graph`. The partitioner attaches a `GatherChoice` to forward and backward, for the report.
     """
-    return partial(_divided, config=config, number=number, runs=runs, captured=gm)
+    return partial(_divided, config=config, number=number, will_run=will_run, captured=gm)
 
 
 def _graphs_between(captured: GraphModule) -> str:
@@ -81,7 +81,7 @@ def _divided(
     captured: GraphModule,
     config: Config,
     number: int,
-    runs: bool,
+    will_run: bool,
     **options: Any,
 ) -> tuple[GraphModule, GraphModule]:
     if config.memory_budget is None or not config.keep_gathered:
@@ -98,12 +98,12 @@ def _divided(
     if reason:
         count(f"parameters not kept gathered: {reason}")
         return _noted((forward, backward), GatherChoice(frozenset(), gathers, f"none are kept: {reason}"))
-    made = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, runs).made()
-    choice = GatherChoice(frozenset(made.gathers), gathers, made.why)
-    if made.gathers:
-        count("gathers_kept_for_backward", len(made.gathers))
-        forward, backward = partition(again, joint_inputs, keep=made.gathers, **options)
-    forward.meta[BESIDE_POOLS] = made.beside_pools_bytes
+    kept = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, will_run).made()
+    choice = GatherChoice(frozenset(kept.gathers), gathers, kept.why)
+    if kept.gathers:
+        count("gathers_kept_for_backward", len(kept.gathers))
+        forward, backward = partition(again, joint_inputs, keep=kept.gathers, **options)
+    forward.meta[BESIDE_POOLS] = kept.beside_pools_bytes
     return _noted((forward, backward), choice)
 
 
@@ -139,7 +139,7 @@ class _Kept:
     captured: Captured
     gathers: tuple[str, ...]
     why: str  # reason why no more parameters stay gathered
-    beside_pools_bytes: int  # what backward then needs besides memory pools
+    beside_pools_bytes: int  # peak bytes of backward outside of the shared memory for copies
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Choice:
     gathers: Collection[str]
     config: Config
     number: int
-    runs: bool
+    will_run: bool
 
     def made(self) -> _Kept:
         """Return the choice, the same on all ranks."""
@@ -207,10 +207,10 @@ class _Choice:
             config=config,
             name=name,
             dumps=Dumps(config, name),
-            inner=EarlierRun({}),
+            inner_estimates=EarlierRun({}),
             passes=note,
-            runs=self.runs,
-            tentative=True,
+            will_run=self.will_run,
+            for_partitioning=True,
         )
         return given[-1]
 

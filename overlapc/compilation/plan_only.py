@@ -35,7 +35,7 @@ OnSchedule = Callable[[Schedule, Context], None]
 
 def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
     """Plan forward and backward of `gm`. Return a step for fake tensors that makes results like theirs."""
-    return step_of(_plan_only, gm, example_inputs, config, number, partition_of(gm, config, number, runs=False))
+    return step_of(_plan_only, gm, example_inputs, config, number, partition_of(gm, config, number, will_run=False))
 
 
 def schedule_step(
@@ -91,14 +91,16 @@ def _schedule_only(
 def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Planned:
     # The plan is for another machine: measurements on this one say nothing about it.
     config = replace(without_measuring_kernels(config), measure_matmuls=False)
-    of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_within))
+    of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_inner))
     dumps = Dumps(config, name)
-    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes, runs=False)
+    planned = plan_graph(
+        gm, config=config, name=name, dumps=dumps, inner_estimates=of_inner, passes=passes, will_run=False
+    )
     assert isinstance(planned, Planned), "no cached graph was given"
     return planned
 
 
-def _planned_within(gm: GraphModule, config: Config, name: str, *, within: bool, single: bool) -> Built:
+def _planned_inner(gm: GraphModule, config: Config, name: str, *, is_inner: bool, single: bool) -> Built:
     planned = _plan(gm, config, name)
     _count(planned.result, planned)
     return Built(make_boxed_func(gm.forward), planned.result.after.step_ns)

@@ -20,11 +20,15 @@ _trace_once = False  # whether any `torch.compile` so far had this option on
 
 
 def prepare_torch(config: Config) -> None:
-    """Pause garbage collection while Dynamo compiles, and give it room on Python's stack; let fake tensors initialize a
-    GPU only once; spare Dynamo the search for names that it does not log, and guards that repeat others; and prepare it
-    for messages that are logged once and for the equal blocks of a model that overlapc shards, now or later.
+    """Change torch and Dynamo for compiling with overlapc; further calls change nothing more.
 
-    Calls after the first one change nothing more.
+    - garbage collection pauses while Dynamo compiles
+    - calls of `warning_once` and `info_once` break no graph
+    - fake tensors initialize each GPU once
+    - Dynamo looks up the function around a line only if it logs it
+    - Dynamo does not guard that DTensors share a mesh object: guards that their meshes are equal suffice
+    - Dynamo gets room on Python's stack
+    - models sharded before or after this: equal blocks are traced once (`trace_once`), equal modules share a graph
     """
     pause_while_compiling()
     _skip_messages_logged_once()

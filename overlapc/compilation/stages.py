@@ -55,7 +55,7 @@ def compile_step(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, key: str | None
 ) -> Callable[..., Any]:
     """Compile forward and backward of `gm`. With a `key`, the step is cached under it if it is one of plain tensors."""
-    divide = partition_of(gm, config, number, runs=True)
+    divide = partition_of(gm, config, number, will_run=True)
     if compiled_autograd(gm):
         return step_of(compile_graph, gm, example_inputs, config, number, divide)
     watch = StepWatch(gm, example_inputs, key, config.cache_dir)
@@ -80,12 +80,13 @@ def compile_graph(
 
 
 def _build(
-    gm: GraphModule, config: Config, name: str, *, key: str | None = None, within: bool = False, single: bool = False
+    gm: GraphModule, config: Config, name: str, *, key: str | None = None, is_inner: bool = False, single: bool = False
 ) -> Built:
     """Run the stages of `compile_graph`.
 
-    key: cache key of the graph; None to neither load nor store it. within: this is an inner graph of another, which is
-    reported instead. single: it returns one value to that graph rather than a tuple.
+    key: cache key of the graph; None to neither load nor store it.
+    is_inner: whether this is an inner graph of another one, which is reported instead.
+    single: it returns one value to that graph rather than a tuple.
     """
     began = time.perf_counter()
     uncompilable = reason_to_run_op_by_op(gm.graph)
@@ -96,14 +97,16 @@ def _build(
     key = None if inner else key
     cached = cached_graph.find(key, config.cache_dir) if key is not None else None
     of_inner = times_of_inner(gm, inner)
-    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, cached=cached, within=within)
+    planned = plan_graph(
+        gm, config=config, name=name, dumps=dumps, inner_estimates=of_inner, cached=cached, is_inner=is_inner
+    )
     if isinstance(planned, Reused):
         assert cached is not None
         with phase("kernels"):
             call = make_callable(cached, config, name, began, gm=gm, found="graph", copies=planned.copies)
         return Built(call, cached.record.after.step_ns, cached=True)
     with phase("code"):
-        generated = _generate(planned, inner, config, within, choice_of(gm))
+        generated = _generate(planned, inner, config, is_inner, choice_of(gm))
         compiled, objects = generated.printed(gm, tracked=config.check_lifecycle, checks=config.checks)
     _dump(generated, dumps)
     graph = None
@@ -112,7 +115,7 @@ def _build(
 
         graph = FxWrapper(generated.program, single=single)
     with phase("kernels"):
-        call = make_callable(compiled, config, name, began, objects=objects, within=within, graph=graph)
+        call = make_callable(compiled, config, name, began, objects=objects, is_inner=is_inner, graph=graph)
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
     stored = key is not None and _store(key, compiled, config)
     return Built(call, planned.result.after.step_ns, stored, graph.module if graph else None)
@@ -126,7 +129,7 @@ def _dump(generated: Generated, dumps: Dumps) -> None:
 
 
 def _generate(
-    planned: Planned, inner: Mapping[GraphModule, Built], config: Config, within: bool, choice: GatherChoice
+    planned: Planned, inner: Mapping[GraphModule, Built], config: Config, is_inner: bool, choice: GatherChoice
 ) -> Generated:
     """Generate the kernels, and the program that launches them."""
     result, lowered, tuning = planned.result, planned.lowered, planned.tuning
@@ -140,7 +143,7 @@ def _generate(
     if config.memory == "pool":
         program, report = _with_pool(program, report, schedule, lowered)
     # An inner graph is not split: it runs as part of a call of the outer graph.
-    parts = split(program) if config.cuda_graphs and not within else None
+    parts = split(program) if config.cuda_graphs and not is_inner else None
     counts = {**counts_of(result), **planned.attention_counts}
     if planned.copies:
         counts["collectives_by_copies"] = len(planned.copies)
@@ -168,7 +171,7 @@ def _donated(schedule: Schedule, config: Config) -> set[str]:
 
 
 def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
-    """Return `report` with the memory that ranks share for copies added to the peak."""
+    """Return `report` with the shared memory for copies added to the peak."""
     pools = {copied.copies.pool.name: copied.copies.pool.bytes for copied in planned.copies.values()}
     shared = sum(pools.values())
     peak = peak_with_pools(planned.result.schedule, shared)  # pools of other graphs may be larger
@@ -176,8 +179,8 @@ def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
     if budget is not None and peak > budget:
         count("copies_over_budget")
         warnings.warn(
-            f"{report.name}: the {human_bytes(shared)} that ranks share for copies raise the peak to"
-            f" {human_bytes(peak)}, more than memory_budget"
+            f"{report.name}: the shared memory for copies ({human_bytes(shared)}) raises the peak to"
+            f" {human_bytes(peak)}, over memory_budget"
             '\nhint: options={"transport": "nccl"} shares no memory; smaller units of fully_shard share less',
             stacklevel=2,
         )
@@ -199,7 +202,7 @@ def _with_pool(
 
 def _uncompiled(gm: GraphModule, node: Node, why: str) -> Callable[..., Any]:
     """Return a function that runs the graph op by op, and warn that it does because of `node`."""
-    count("graphs_as_they_stand")
+    count("graphs_run_op_by_op")
     warnings.warn(f"overlapc runs a graph op by op: {why} ({provenance(node).source or 'unknown line'})", stacklevel=2)
     return make_boxed_func(gm.forward)
 

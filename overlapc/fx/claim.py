@@ -1,4 +1,7 @@
-"""An op that lets only the first of several backwards do something, decided when they run."""
+"""`overlapc::claim` returns a flag and clears it: only the first of several backwards then reduces pending gradients.
+
+Which backward is the first is decided at run time.
+"""
 
 from __future__ import annotations
 

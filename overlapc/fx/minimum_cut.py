@@ -1,4 +1,4 @@
-"""Finds the minimum cut that torch's partitioner asks for in parts, of which equal ones are cut once.
+"""Computes the min-cut of torch's partitioner piecewise, and once for equal pieces.
 
     source ∞→ a 3→ b ∞→ c 2→ d ∞→ sink         no finite cut separates a from the source, or d from the sink:
  -> source 3→ (b ∞→ c) 2→ sink                 what only source and sink connect are parts, which are cut separately

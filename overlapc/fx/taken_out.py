@@ -1,10 +1,11 @@
-"""Takes results of collectives out of the memory that ranks share for copies, as soon as they have arrived.
+"""Copies results of collectives out of the shared memory for copies as soon as they have arrived.
 
     s = all_gather(x); …; w = wait(s); y = f(w); …; z = g(w)
  -> s = all_gather(x); w = wait(s); c = taken_out(w); …; y = f(c); …; z = g(c)
 
 Slots of shared memory are then in use only between a collective's start and the copy right behind it, so collectives
-fit into any layout that another graph with the same order of collectives has. Otherwise a copy is not worth that.
+fit into any layout that another graph with the same order of collectives has. This is done only for a graph that does
+not fit into that layout otherwise, because each copy costs time.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Functionalization replaces `x.unfold(...).add_(1)` by a function that returns a 
 because its step is longer than its size or the last part would not be whole, is 0 there instead of unchanged; where
 parts overlap, it refuses the change. It also refuses changes through `as_strided` of what is itself a view.
 
-Dynamo takes a float64 tensor without dims on the CPU for a Python number, too. If AOTAutograd makes it capture such a
-graph once more, a change of the tensor is not captured.
+Dynamo also treats a 0-dim float64 CPU tensor as a Python number. If AOTAutograd makes it capture such a graph once
+more, a change of the tensor is not captured.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _HINTS = {
 def why_eagerly(gm: fx.GraphModule) -> tuple[str, str] | None:
     """Return why a graph captured by Dynamo must run eagerly, and a hint; None if it has no such change."""
     if any(_is_changed_number(node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder")):
-        reason = "it changes an input that is a float64 tensor without dims, and torch loses this change"
-        return reason, "pass the tensor with one dim, x.view(1)"
+        reason = "it modifies an input that is a 0-dim float64 tensor, and torch loses this change"
+        return reason, "pass a 1-element tensor, x.view(1)"
     node, view = next(_changes_through_views(gm), (None, ""))
     if node is None:
         return None
-    reason, where = f"it changes memory through {view}, which torch cannot trace", user_line(node)
+    reason, where = f"it modifies memory through {view}, which torch cannot trace", user_line(node)
     return (f"{reason} ({where})" if where else reason), _HINTS[view]
 
 
 def _is_changed_number(example: Any) -> bool:
-    """Whether an input is a tensor that Dynamo takes for a number, too, and changed in place while it captured."""
+    """Whether an input is a tensor that Dynamo also treats as a number, and that was changed during capture."""
     if not isinstance(example, Tensor) or example.dtype is not torch.float64:
         return False
     return example.ndim == 0 and example.device.type == "cpu" and example._version > 0

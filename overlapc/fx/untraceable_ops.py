@@ -40,7 +40,10 @@ def graph_break(error: Exception, warn: Callable[[str], None]) -> Exception:
     if tx.one_graph or tx.error_on_graph_break:
         return CompileError(f"{why}, and fullgraph=True allows no graph break\nhint: {_HINT}")
     count("functions_left_to_eager")
-    warn(f"{why}: the functions that lead there run eagerly, and overlapc compiles the others\nhint: {_HINT}")
+    warn(
+        f"{why}: the functions on the call stack down to this operator run eagerly, and overlapc compiles the other"
+        f" functions that they call\nhint: {_HINT}"
+    )
     return SkipFrame(why)
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def written_number(held: Any) -> bool | int | float | complex | None:
-    """Return the number in an attribute of a graph, if that is a real tensor without dims on the CPU; else None.
+    """Return the number in an attribute of a graph, if that is a real 0-dim CPU tensor; else None.
 
     It is read outside of the fake mode in which graphs are compiled, because that cannot read a real tensor.
     """

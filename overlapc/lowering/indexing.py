@@ -152,7 +152,7 @@ def in_bounds(value: Value, extent: sympy.Expr) -> Value:
 @lowers(aten.gather.default)
 def gather(context: Lowering, x: View, dim: int, index: View, sparse_grad: bool = False) -> View:
     if not x.size or not index.size:
-        raise Impossible("a tensor without dims")
+        raise Impossible("a 0-dim tensor")
     dim = dim % len(x.size)
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:
@@ -164,7 +164,7 @@ def gather(context: Lowering, x: View, dim: int, index: View, sparse_grad: bool 
 @lowers(aten.index_select.default)
 def index_select(context: Lowering, x: View, dim: int, index: View) -> View:
     if not x.size or not index.size:
-        raise Impossible("a tensor without dims")
+        raise Impossible("a 0-dim tensor")
     dim = dim % len(x.size)
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:

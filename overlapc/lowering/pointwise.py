@@ -54,7 +54,7 @@ ON_BOOL = {
 # Operations whose result jumps with their argument: eager rounds a number to the tensor's low precision first.
 SHARP = frozenset("eq ne lt le gt ge remainder fmod".split())
 STEPS = frozenset("sign floor ceil trunc round signbit".split())  # likewise, for arguments not rounded to memory yet
-# Operations for which eager's CPU kernels read a second tensor without dims as a number, without rounding it.
+# Operations for which eager's CPU kernels read a second 0-dim tensor as a number, without rounding it.
 SCALED_BY_NUMBER = frozenset("mul div floor_div trunc_div".split())
 ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
 
@@ -72,7 +72,7 @@ def compute(name: str, kind: PROMOTION, context: Lowering, *args: Any) -> View:
 def as_read(context: Lowering, name: str, args: Sequence[Any], values: Sequence[Value]) -> list[Value]:
     """Return the arguments' values as eager's kernel reads them: rounded to their common dtype if of low precision.
 
-    Eager rounds tensors of another dtype (integers, and float32 tensors without dims) before it computes.
+    Eager rounds tensors of another dtype (integers, and 0-dim float32 tensors) before it computes.
     """
     common = context.common_dtype(*args)
     if common not in LOW_PRECISION:

@@ -162,7 +162,7 @@ def _along(context: Lowering, dim: int, index: View) -> Callable[[View, Position
 def _scatter(context: Lowering, x: View, dim: int, index: View, source: Any, mode: str) -> View:
     """Lower a scatter along `dim`; `source` is a tensor at least as large as `index`, or a number."""
     if not x.size or not index.size:
-        raise Impossible("a tensor without dims")
+        raise Impossible("a 0-dim tensor")
     if any(extent == 0 for extent in index.size):  # an empty index may have any number of dims
         return context.pointwise(lambda element: element, x)
     dim = dim % len(x.size)
@@ -208,7 +208,7 @@ def scatter_reduce(
 def scatter_value(context: Lowering, x: View, dim: int, index: View, number: Any) -> View:
     """Lower a scatter of one number per row, as in a loss's gradient, to a pointwise kernel that compares indices."""
     if not x.size or not index.size:
-        raise Impossible("a tensor without dims")
+        raise Impossible("a 0-dim tensor")
     dim = dim % len(x.size)
     one_a_row = (*x.size[:dim], sympy.S.One, *x.size[dim + 1 :])
     if index.size != one_a_row:

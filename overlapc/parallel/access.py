@@ -150,10 +150,10 @@ def call_block(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def key_of(module: nn.Module, name: str, form: str) -> str:
-    """Return the key of a parameter that `manage` was given, whose form is `form`.
+    """Return the key of the managed parameter `name`.
 
-    This is a separate function so that Dynamo guards on the form only: a graph then serves all modules with parameters
-    of these forms, and names the parameters of the module that it was captured for.
+    `form` is unused here: Dynamo guards on it instead of the key (`guard_on_forms`), so one graph serves all modules
+    with parameters of these forms. It names the parameters of the module that it was captured for.
     """
     return str(module.__dict__["_overlapc_keys"][name])
 

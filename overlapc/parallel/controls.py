@@ -31,13 +31,13 @@ HINTS = (
     "set_symm_mem_for_comm",
     "set_requires_all_reduce",  # every micro-batch is reduced over replicas, too, which gives the same sum
 )
-# Methods whose effect cannot be a node of a graph -> what to do instead.
+# Methods whose effect cannot be expressed in a graph -> what to do instead.
 REFUSED = {
-    "set_custom_all_gather": "collectives have to be functional ones that the scheduler can move",
-    "set_custom_reduce_scatter": "collectives have to be functional ones that the scheduler can move",
+    "set_custom_all_gather": "remove the call: overlapc issues its own all-gathers, which its passes can move",
+    "set_custom_reduce_scatter": "remove the call: overlapc issues its own reduce-scatters, which its passes can move",
     "set_all_reduce_hook": "change gradients between backward and the optimizer's step",
-    "set_force_sum_reduction_for_comms": "set_gradient_divide_factor(number of ranks) reduces by sums",
-    "set_reduce_scatter_unused_params": "parameters without a gradient are not reduced",
+    "set_force_sum_reduction_for_comms": "call set_gradient_divide_factor(number of ranks), which reduces by sums",
+    "set_reduce_scatter_unused_params": "remove the call: parameters without a gradient are not reduced",
 }
 
 

@@ -1,4 +1,6 @@
-"""What Dynamo's guards of each kind compare: a guard gives the same answer for two values of one type if it is equal.
+"""For each kind of Dynamo guard, the part of a value that the guard compares.
+
+Two values of one type pass or fail alike if these parts are equal.
 
 torch 2.12 and later have the same information (`GuardCheckSpec`), in a slightly different form.
 """

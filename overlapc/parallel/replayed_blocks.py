@@ -108,7 +108,7 @@ class _Call(UserFunctionVariable):
             with suppress(Unfit):
                 result = block.replayed(tx, inputs)
                 if result is not None:
-                    count("blocks_traced_as_another")
+                    count("blocks_replayed")
                     return result
         recording = _Recording(tx, inputs)
         with recording.running():

@@ -25,5 +25,5 @@ def refuse_writes(graph: fx.Graph) -> None:
                 f"{node.name} writes into {name}, which is gathered again for each use\n"
                 f"   {user_line(node) or 'unknown line'}\n"
                 "The change would be lost.\n"
-                "hint: change the sharded parameter between steps, or a copy of it: parameter.clone()"
+                "hint: update the sharded parameter outside of forward and backward, or change parameter.clone()"
             )

@@ -31,8 +31,8 @@ from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, Comm, Node, Schedule
 from overlapc.schedule.verify import verify
 
-# Passes that keep the order of launches on each group. Tried in turn until a result has the agreed order over all
-# groups, which raising the launches of one group may change; the order that comes in has it.
+# Passes that keep the order of launches on each group, tried in turn: raising starts may change the order across
+# groups; the empty list keeps the agreed order.
 _PASSES = (("raise_collectives", "sink_waits"), ("sink_waits",), ())
 
 

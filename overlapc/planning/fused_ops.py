@@ -54,7 +54,7 @@ class GraphToFuse:
         while repeats is not None:
             found = self._once_for_all_layers(repeats)
             if found is not None:
-                count("layers_fused_as_another", len(repeats.stretches) - KEPT)
+                count("layers_reusing_fusion", len(repeats.stretches) - KEPT)
                 return found
             repeats = repeats.in_pairs()  # a sum of residuals may be inlined in every other layer
         with phase("lowering"):

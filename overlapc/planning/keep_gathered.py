@@ -86,7 +86,7 @@ class Step:
 
     @cached_property
     def plans(self) -> tuple[Result, Result]:
-        """The results of the passes on forward and backward, which share forward's memory pools."""
+        """The results of the passes on forward and backward, which share forward's shared memory for copies."""
         ctx = replace(self.forward_ctx, peak_of=partial(peak_before, beside_pools_bytes=self.beside_pools_bytes))
         forward = run_pipeline(self.forward, ctx)
         peak_of = partial(peak_with_pools, at_least_bytes=laid_out_bytes(forward.schedule))
@@ -94,7 +94,7 @@ class Step:
 
     @property
     def beside_pools_bytes(self) -> int:
-        """What backward needs besides memory pools, with the inputs that only forward received."""
+        """Peak bytes of backward outside of the shared memory for copies, with inputs that only forward received."""
         memory, budget_bytes = analyze(self.backward), self.backward.budget_bytes
         held = 0 if budget_bytes is None else (self.forward.budget_bytes or 0) - budget_bytes
         return memory.peak_bytes - memory.pool_bytes + held
@@ -109,8 +109,10 @@ class Step:
 
 
 def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...], str]:
-    """Return which of `gathers` forward saves for backward, none if that makes the planned step no shorter, and the
-    reason why it saves no more."""
+    """Choose the gathers whose results forward saves for backward; none if saving none is fastest.
+
+    Return (gathers, the reason why no more).
+    """
     whole, step = step.on_trial(1.0), step.on_trial(_EFFORT)
     ranked = list(_saved_ns(step, gathers))
     counts = range(1, len(ranked) + 1)

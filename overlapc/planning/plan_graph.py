@@ -66,7 +66,7 @@ from overlapc.schedule.model import COMMUNICATION, Comm, Estimate, Schedule
 from overlapc.units import human_bytes
 
 Passes = Callable[[Schedule, Context], Result]
-# Key in `GraphModule.meta` of a forward: the bytes that its backward needs besides memory pools, if they are known.
+# Key in `GraphModule.meta` of a forward: backward's peak bytes outside of the shared memory for copies, if known.
 BESIDE_POOLS = "overlapc_beside_pools"
 
 
@@ -99,19 +99,21 @@ def plan_graph(
     config: Config,
     name: str,
     dumps: Dumps,
-    inner: Estimator,
+    inner_estimates: Estimator,
     cached: CompiledGraph | None = None,
     passes: Passes = run_pipeline,
-    within: bool = False,
-    runs: bool = True,
-    tentative: bool = False,
+    is_inner: bool = False,
+    will_run: bool = True,
+    for_partitioning: bool = False,
 ) -> Planned | Reused:
     """Run the stages up to the final schedule, before any code is generated.
 
-    inner: estimates calls of inner graphs. within: this is an inner graph of another. runs: False for a graph that is
-    only planned, on torch's fake process group. tentative: the plan only decides how the step is partitioned: no memory
-    for copies is opened, and no later graph follows it. cached: this graph from the disk cache; reused if every rank
-    has cached it with the same order of collectives.
+    inner_estimates: estimates calls of inner graphs.
+    cached: this graph from the disk cache; reused if every rank has cached it with the same order of collectives.
+    is_inner: whether this is an inner graph of another one.
+    will_run: False for a graph that is only planned, on torch's fake process group.
+    for_partitioning: the plan only decides how the step is partitioned: no memory for copies is opened, and no later
+    graph follows it.
     """
     inline_control_deps(gm)
     clean_up(gm)
@@ -125,13 +127,20 @@ def plan_graph(
         dumps.write("fx", "attention", lambda: "\n".join(f"{calls} {what}" for what, calls in attention.items()))
     communication = described(find_collectives(gm.graph, config.safe_communication))
     stages = partial(
-        _stages, gm, name=name, dumps=dumps, inner=inner, within=within, runs=runs, opens_copies=not tentative
+        _stages,
+        gm,
+        name=name,
+        dumps=dumps,
+        inner_estimates=inner_estimates,
+        is_inner=is_inner,
+        will_run=will_run,
+        opens_copies=not for_partitioning,
     )
     peers = peers_of_graph(communication, config)
     if peers is not None:
         forget_before_reset(peers)
     captured = tuple((node.name, as_sent(node, found.comm)) for node, found in communication.items())
-    key = key_of(name, config) if peers and not tentative else None
+    key = key_of(name, config) if peers and not for_partitioning else None
     known: list[Agreed] = peers.agreed[key] if peers is not None and key is not None else []
     followed = to_follow(known, captured, peers) if peers is not None else None
     if followed is not None:
@@ -201,9 +210,9 @@ def _stages(
     config: Config,
     name: str,
     dumps: Dumps,
-    inner: Estimator,
-    within: bool,
-    runs: bool,
+    inner_estimates: Estimator,
+    is_inner: bool,
+    will_run: bool,
     opens_copies: bool,
     communication: dict[Node, Communication],
     agreement: GraphAgreement | None,
@@ -219,7 +228,7 @@ def _stages(
     transports = Transports()
     if communication:
         if followed is None:
-            transports = Transports.of(gm, config, agreement, within, profile, runs)
+            transports = Transports.of(gm, config, agreement, is_inner, profile, will_run)
         elif followed.agreed.copies is not None:
             transports = Transports.following(followed.agreed.copies, followed.resized)
     stages = partial(
@@ -227,13 +236,13 @@ def _stages(
         gm,
         config=config,
         name=name,
-        inner=inner,
+        inner_estimates=inner_estimates,
         profile=profile,
         agreement=agreement,
         followed=followed,
         passes=passes,
         dumps=dumps,
-        generates_code=runs and opens_copies,
+        generates_code=will_run and opens_copies,
     )
     before = copied(gm.graph) if config.transport == AUTO and transports.wanted and followed is None else None
     try:
@@ -249,7 +258,7 @@ def _stages(
         reason = str(error).splitlines()[0]
         if isinstance(error, MemoryBudgetError) and error.peak_bytes is not None:
             peak = human_bytes(error.peak_bytes)
-            reason = f"what ranks share for copies would raise the peak to {peak}, over memory_budget"
+            reason = f"the shared memory for copies would raise the peak to {peak}, over memory_budget"
         return replace(planned, not_copied={", ".join(sorted(transports.groups)): reason})
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
@@ -275,7 +284,7 @@ def _scheduled(
     *,
     config: Config,
     name: str,
-    inner: Estimator,
+    inner_estimates: Estimator,
     profile: DeviceProfile,
     agreement: GraphAgreement | None,
     followed: Followed[Agreed] | None,
@@ -297,7 +306,7 @@ def _scheduled(
         tuning = _tuned(schedule, lowered, profile, config, agreement)
     if tuning is not None:
         dumps.write("kernels", "tuning", lambda: str(tuning))
-    chain = chain_of(profile, config, lowered, inner, tuning)
+    chain = chain_of(profile, config, lowered, inner_estimates, tuning)
     with phase("estimates"):
         schedule = _estimated(schedule, chain, agreement)
     sources = Sources(lowered, None if tuning is None else tuning.sources)
@@ -310,7 +319,7 @@ def _scheduled(
         schedule = _with_common_sizes(schedule, agreement)
     schedule = _beside_what_is_held(schedule)
     forward = record.forward(name)
-    # Backward runs beside what its forward shares for copies: a forward leaves room for what its backward needs.
+    # Backward runs beside the shared memory of its forward's copies: a forward leaves room for what its backward needs.
     peak_of = partial(peak_before, beside_pools_bytes=gm.meta.get(BESIDE_POOLS, 0))
     if forward is not None:
         peak_of = partial(peak_with_pools, at_least_bytes=forward.pool_bytes)
@@ -340,17 +349,19 @@ def _scheduled(
 def _following(followed: Followed[Agreed], schedule: Schedule, context: Context, transports: Transports) -> Result:
     """Return the best plan that has the agreed order and copy layouts; CompileError if there is none."""
     refuse: Callable[[str], CompileError] = CompileError
-    obstacle, hint = "data dependences", '{"reorder_collectives": False} keeps the order of the program in every graph'
+    obstacle = "This graph's data dependences make"
+    hint = '{"reorder_collectives": False} keeps the order of the program in every graph'
     for result in follow(schedule, followed, context):
         if may_run_beside(agreed_on(schedule, result, collective_lines(result.schedule), followed), followed):
             if transports.fits(result.schedule):
                 return result
             refuse = partial(SlotsInUse, starts=[name for name, form in forms_of(schedule).items() if form.in_pool])
-            obstacle, hint = "memory slots for copies", '{"transport": "nccl"} uses no copies'
+            obstacle = "This graph's shared memory for copies makes"
+            hint = '{"transport": "nccl"} uses no copies'
     raise refuse(
         f"{schedule.name}: this function was compiled before for other sizes or arguments, and other ranks may run that"
-        f" graph in the same step. So this graph has to launch its collectives in the same order, which its {obstacle}"
-        f" do not allow (optimizer steps so far: {STEPS.stepped})"
+        " graph in the same step, so both graphs must launch their collectives in the same order."
+        f" {obstacle} that order impossible (after {STEPS.stepped} optimizer steps)"
         f"\nhint: options={hint}; torch.compile(..., dynamic=True) compiles one graph for all sizes"
     )
 
@@ -453,17 +464,17 @@ def _beside_what_is_held(schedule: Schedule) -> Schedule:
 
 
 def _check_forward(schedule: Schedule) -> None:
-    """Raise MemoryBudgetError if what the backward `schedule` shares for copies would raise its forward's peak over
-    forward's budget: the memory that ranks share is that of the graph that needs most."""
+    """Raise MemoryBudgetError if the shared memory for copies of the backward `schedule` would raise its forward's peak
+    over forward's budget: all graphs use the same shared memory, as large as the graph that needs most makes it."""
     forward = record.forward(schedule.name)
     if forward is None or forward.budget_bytes is None:
         return
     peak = forward.peak_bytes + max(0, laid_out_bytes(schedule) - forward.pool_bytes)
     if peak > forward.budget_bytes:
         raise MemoryBudgetError(
-            f"{schedule.name}: what ranks share for its copies would raise the peak of {forward.name} to"
+            f"{schedule.name}: its shared memory for copies would raise the peak of {forward.name} to"
             f" {human_bytes(peak)}, over memory_budget"
-            '\nhint: raise memory_budget, or let {"transport": "auto"} use the library instead',
+            '\nhint: raise memory_budget, or set options={"transport": "auto"}, which then uses the library',
             peak,
         )
 

@@ -44,7 +44,7 @@ _NODE = "\0"
 
 
 def stand_ins(repeats: Repeats) -> dict[fx.Node, fx.Node]:
-    """Return the nodes that `lower` shall leave out, and the node of the third layer in whose place each one is."""
+    """Map each node that `lower` leaves out to the node of the third layer that its readers read instead."""
     third = repeats.stretches[KEPT - 2]
     left_out = repeats.stretches[KEPT - 1 : -1]
     return {node: stand_in for nodes in left_out for node, stand_in in zip(nodes, third, strict=True)}

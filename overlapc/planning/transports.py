@@ -90,33 +90,33 @@ class Transports:
         gm: GraphModule,
         config: Config,
         agreement: GraphAgreement | None,
-        within: bool,
+        is_inner: bool,
         profile: DeviceProfile,
-        runs: bool = True,
+        will_run: bool = True,
     ) -> Transports:
         """Return the transports that this graph may use; ranks exchange data if copies may be used.
 
-        runs: False for a graph that is only planned, for the machines of the profile: no other rank runs.
+        will_run: False for a graph that is only planned, for the machines of the profile: no other rank runs.
         """
         if not considers_copies(config, profile):
             return cls()
-        if not runs:
+        if not will_run:
             per_host = config.ranks_per_host or profile.ranks_per_host
             places = {rank: {"host": rank // per_host, "device": rank} for rank in range(dist.get_world_size())}
-            found = cls(reach=CopyReach(places), wanted=True)
+            transports = cls(reach=CopyReach(places), wanted=True)
         else:
-            found = cls._asked(gm, config, agreement, within)
-        found.profile, found.chooses = profile, config.transport == AUTO
+            transports = cls._asked(gm, config, agreement, is_inner)
+        transports.profile, transports.chooses = profile, config.transport == AUTO
         # Only on request: groups that span several hosts have not been measured on GPUs.
-        found.over_hosts = not found.chooses or config.ranks_per_host is not None
-        return found
+        transports.over_hosts = not transports.chooses or config.ranks_per_host is not None
+        return transports
 
     @classmethod
-    def _asked(cls, gm: GraphModule, config: Config, agreement: GraphAgreement | None, within: bool) -> Transports:
+    def _asked(cls, gm: GraphModule, config: Config, agreement: GraphAgreement | None, is_inner: bool) -> Transports:
         """Return the transports that the hosts and devices of this graph's ranks allow; ranks exchange these."""
         tensors = tree_leaves([node.meta.get("val") for node in gm.graph.nodes if is_collective(node)])
         devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
-        reason = _no_copies(config, agreement, within, devices)
+        reason = _no_copies(config, agreement, is_inner, devices)
         device = None if reason else next(iter(devices))
         if agreement is None:
             return cls(reach=CopyReach(none=reason), wanted=True)
@@ -208,7 +208,7 @@ class Transports:
         if unit_of(comm) in self.units_by_library:
             return "the group's library is faster for this size"
         if comm.group in self.by_library:
-            return "its size differs from the graph whose copies ranks agreed on"
+            return "its size differs from that in the graph compiled first, whose shared-memory layout all ranks keep"
         if collective.synchronous or kind is None:
             return "it is not an asynchronous collective with a start and a wait"
         if kind.name in REDUCTIONS:
@@ -347,7 +347,7 @@ def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: Devi
     for comm, by_copies in collectives:
         if by_copies:
             units.setdefault(unit_of(comm), []).append((comm, by_copies))
-    found = set()
+    cheaper = set()
     for unit, members in units.items():
         library_ns = _cost_ns([comm for comm, _ in members], profile)
         by_queue: dict[str, float] = {}  # launches on different queues overlap with those of other units
@@ -355,8 +355,8 @@ def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: Devi
             queue = launch[0].queue
             by_queue[queue] = by_queue.get(queue, 0.0) + _cost_ns(launch, profile)
         if library_ns < max(by_queue.values()):
-            found.add(unit)
-    return frozenset(found)
+            cheaper.add(unit)
+    return frozenset(cheaper)
 
 
 def _cost_ns(comms: Sequence[Comm], profile: DeviceProfile) -> float:
@@ -367,10 +367,10 @@ def _cost_ns(comms: Sequence[Comm], profile: DeviceProfile) -> float:
 
 
 def _no_copies(
-    config: Config, agreement: GraphAgreement | None, within: bool, devices: Collection[torch.device]
+    config: Config, agreement: GraphAgreement | None, is_inner: bool, devices: Collection[torch.device]
 ) -> str:
     """Return the reason why this rank cannot use copies for any collective of a graph; "" if it can."""
-    if within:
+    if is_inner:
         return "the graph is an inner graph of another"
     if config.wrapper != "python":
         return "wrapper='fx' does not support copies"

@@ -32,7 +32,7 @@ MEMORY = Cause(
 )
 BARRIER = Cause(
     "communication is not moved across an op whose own communication is unknown to overlapc",
-    "add that op to safe_communication, if other communication may move across it",
+    "add that op to safe_communication, if other collectives may move across it",
 )
 COLLECTIVE_ORDER = Cause(
     "collectives of one process group keep their order",
@@ -40,7 +40,8 @@ COLLECTIVE_ORDER = Cause(
 )
 END = Cause(
     "the graph ends here: no compute is left to hide this communication",
-    "overlapc.no_sync, to reduce once for several micro-batches; a separate fully_shard of the module that comes last",
+    "overlapc.no_sync, to reduce once for several micro-batches; a separate fully_shard for the module"
+    " whose gradients are reduced last (the first one of the model, such as the embedding)",
 )
 BEGIN = Cause(
     "the graph begins here: no compute can run before this communication is done",

@@ -8,7 +8,7 @@ compiled step would be wrong, so the call then runs eagerly the graph that Dynam
 Three kinds of graphs always run eagerly. For a changed input AOTAutograd traces a copy with offset 0, so `as_strided`
 with an offset is right only for inputs that have offset 0, too. And AOTAutograd cannot trace changes of inputs that
 share memory if their sizes were symbolic and turned out to be constant while Dynamo traced, or if autograd does not
-know one of them as a view of the other: it refuses these.
+record either as a view of the other: it refuses these.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from overlapc.runtime.counters import count
 HINT = "pass the whole tensor to the compiled function, and slice it there"
 # A part of AOTAutograd's error -> why the graph that it refuses has to run eagerly.
 _UNTRACEABLE = {
-    "non-differentiable view input mutations": "it changes an input that shares memory with another input, and autograd"
-    " does not know one of them as a view of the other",
-    "aliased inputs that are mutated": "it changes an input that shares memory with another input, which torch cannot"
+    "non-differentiable view input mutations": "it modifies an input that shares memory with another input, and"
+    " autograd does not record either as a view of the other",
+    "aliased inputs that are mutated": "it modifies an input that shares memory with another input, which torch cannot"
     " trace in a graph that also takes or returns DTensors",
 }
 
@@ -52,7 +52,7 @@ class Place:
         same = len(form) == len(self.memory) and all(
             known in (None, number) for known, number in zip(self.memory, form, strict=True)
         )
-        return "" if same else "an input that is a part of other memory, and this input's memory has another form"
+        return "" if same else "an input that is part of a tensor or storage of another size or layout"
 
 
 class InputPlaces:
@@ -73,11 +73,11 @@ class InputPlaces:
         for at, value in self._inputs.items():
             if value.storage_offset() and _changes(self._examples[at]) and self._read_by_strided(at):
                 return (
-                    "it changes an input whose storage offset is not 0, and reads it by as_strided with an offset,"
+                    "it modifies an input whose storage offset is not 0, and reads it by as_strided with an offset,"
                     " which counts from the beginning of the storage"
                 )
             if self._changes_beside_another(at) and self._untraceable(self._in_memory[_memory(value)]):
-                return "it changes an input that shares memory with another, and torch cannot trace their sizes"
+                return "it modifies an input that shares memory with another input, and torch cannot trace their sizes"
         return None
 
     def constant(self) -> dict[int, Place]:
@@ -140,7 +140,7 @@ def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, places: Mapp
             return step(*inputs)
         warned.give(
             f"overlapc runs a call eagerly: the graph was compiled for {difference}. The result depends on it, because"
-            " the graph calls as_strided with an offset, or changes an input that shares memory with another"
+            " the graph calls as_strided with an offset, or modifies an input that shares memory with another input"
         )
         return eager(*inputs)
 

@@ -52,7 +52,7 @@ def make_callable(
     *,
     objects: Mapping[str, Any] | None = None,
     gm: GraphModule | None = None,
-    within: bool = False,
+    is_inner: bool = False,
     found: Found = "",
     graph: FxWrapper | None = None,
     copies: Mapping[str, GraphCopies] = MappingProxyType({}),
@@ -60,14 +60,14 @@ def make_callable(
     """Make a compiled graph callable, and count and record it under its name in this process.
 
     found: what came from the disk cache. graph: runs instead of the generated function. copies: see CompiledGraph.
-    within: the graph is inside another one and is not recorded.
+    is_inner: the graph is inside another one and is not recorded.
     """
     named = compiled.named(name)
     plain = graph.function if graph else None
     call = deterministically(named.function(config.cache_dir, objects, gm, plain, copies), config.deterministic)
     for counter, times in named.counts.items():
         count(counter, times)
-    if not within:
+    if not is_inner:
         record.add(replace(named.record, compile_seconds=time.perf_counter() - began, found=found))
     return call
 

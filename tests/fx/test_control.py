@@ -62,7 +62,7 @@ def wrap(gm: fx.GraphModule, node: fx.Node, *earlier: fx.Node) -> None:
 def schedule_nodes(gm: fx.GraphModule) -> dict[str, Node]:
     config = Config.of({"passes": ()})
     nothing = EarlierRun({})
-    planned = plan_graph(gm, config=config, name="forward_0", dumps=Dumps(config, "forward_0"), inner=nothing)
+    planned = plan_graph(gm, config=config, name="forward_0", dumps=Dumps(config, "forward_0"), inner_estimates=nothing)
     assert planned is not None
     return {node.name: node for node in planned.result.schedule.nodes}
 

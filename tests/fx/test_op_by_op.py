@@ -41,6 +41,6 @@ def test_as_strided_of_a_scattered_whole_tensor_is_compiled(fresh_dynamo: None) 
         return torch.slice_scatter(x, part, 0, 0, 1).as_strided((3,), (2,), 4).sin()
 
     inputs = torch.arange(24.0).reshape(4, 6), torch.full((1, 6), 100.0)
-    before = counted("graphs_as_they_stand")
+    before = counted("graphs_run_op_by_op")
     torch.testing.assert_close(torch.compile(function, backend="overlapc")(*inputs), function(*inputs))
-    assert counted("graphs_as_they_stand") == before
+    assert counted("graphs_run_op_by_op") == before

@@ -44,7 +44,7 @@ def test_a_graph_with_a_guessed_size_runs_op_by_op_with_a_warning():
         call = compile_graph(gm, [], config=Config.of({}), name="forward_0")
     x, index = torch.randn(5, 5), torch.tensor([2, 1, 4, 2, 2])
     torch.testing.assert_close(call([x, index])[0], x[:, index.unique()].sum())
-    assert counted("graphs_as_they_stand") == 1
+    assert counted("graphs_run_op_by_op") == 1
 
 
 def test_sizes_that_follow_from_inputs_are_not_guessed():

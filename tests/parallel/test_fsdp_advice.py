@@ -132,7 +132,7 @@ def test_a_write_into_a_gathered_parameter_is_refused(write):
 
     model = nn.Sequential(Writes(8, 8))
     fully_shard(model, mesh_1d())
-    with pytest.raises(CompileError, match=r"writes into 0.weight, .*\n.*test_fsdp_advice.py:(.|\n)*hint: change the"):
+    with pytest.raises(CompileError, match=r"writes into 0.weight, .*\n.*test_fsdp_advice.py:(.|\n)*hint: update the"):
         torch.compile(model, backend="overlapc")(torch.ones(2, 8))
 
 
@@ -148,7 +148,9 @@ def test_a_write_into_a_copy_of_a_gathered_parameter_is_allowed():
 @pytest.mark.usefixtures("_first_rank")
 def test_a_module_under_ddp_is_warned_about():
     model = nn.parallel.DistributedDataParallel(Tiny())
-    with pytest.warns(UserWarning, match=r"in the forward of DistributedDataParallel.*\n.*on a mesh of \(ranks, 1\)"):
+    with pytest.warns(
+        UserWarning, match=r"is wrapped in DistributedDataParallel: .*\n.*on a mesh of shape \(ranks, 1\)"
+    ):
         torch.compile(model, backend="overlapc")(*batch(2))
 
 

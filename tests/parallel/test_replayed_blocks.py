@@ -128,9 +128,9 @@ def once(model: Any, traced: int, calls: int = 1, run: Callable[[Any], Any] | No
     expected = (*capture(model, False, run), state())
     for layer, (made, seen) in zip(model.layers, begun, strict=True):
         layer.calls, layer.seen[:] = made, seen
-    before = counted("blocks_traced_as_another")
+    before = counted("blocks_replayed")
     found = (*capture(model, True, run), state())
-    assert counted("blocks_traced_as_another") - before == traced
+    assert counted("blocks_replayed") - before == traced
     assert found == expected
 
 

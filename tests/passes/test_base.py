@@ -135,7 +135,7 @@ def test_names_are_registered_once():
 
 
 def test_a_budget_that_no_order_fits_is_an_error():
-    with pytest.raises(MemoryBudgetError, match="memory_budget leaves 30B, and the graph needs"):
+    with pytest.raises(MemoryBudgetError, match="memory_budget leaves 30B for this graph, but it needs"):
         run_pipeline(parse(STEP), Context(budget_bytes=30))
     with pytest.raises(MemoryBudgetError):
         run_pipeline(parse("schedule s budget=1B\n a = kernel() : 2B"), Context())

@@ -50,7 +50,9 @@ def test_the_first_bucket_is_cut_where_compute_hides_the_later_parts():
     gathers. If compute is short, a bucket of three (160us) and the last gather alone (60us) are best."""
     moved, reasons = bucketed(gathers(4, 50))
     assert starts(moved) == ["ma0", "ma1", "ma2", "ma3"]
-    assert set(reasons.values()) == {"its bucket is cut: a whole bucket would cost more time or memory"}
+    assert set(reasons.values()) == {
+        "split off from its bucket: launching the whole bucket at once would cost more time or memory"
+    }
     assert starts(bucketed(gathers(4, 5))[0]) == ["ma0+2", "ma3"]
     assert starts(bucketed(gathers(4, 1))[0]) == ["ma0+3"]
 

@@ -381,5 +381,5 @@ def another_order() -> tuple[str, list[str]]:
 def test_a_graph_that_alone_needs_another_order_is_an_error() -> None:
     (error, order), _ = values_on_ranks(another_order, 2)
     assert order == ["all_reduce_1", "all_reduce"]
-    assert "launch its collectives in the same order, which its data dependences do not allow" in error
+    assert "must launch their collectives in the same order. This graph's data dependences make that order" in error
     assert "reorder_collectives" in error

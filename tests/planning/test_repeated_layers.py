@@ -131,7 +131,7 @@ def test_layers_are_fused_as_if_each_were_lowered(kind: str, forward: bool, back
     with compared() as found:
         got = gradients(model, torch.compile(model, backend="overlapc", dynamic=False))
     assert [count >= LEAST for count in found] == [True] * (forward + backward)
-    assert counted("layers_fused_as_another") > 0
+    assert counted("layers_reusing_fusion") > 0
     if kind != "dropout":  # whose numbers differ from eager's
         torch.testing.assert_close(got, gradients(model, model))
 

@@ -113,7 +113,7 @@ def test_as_strided_counts_from_the_start_of_a_changed_inputs_memory() -> None:
     with pytest.warns(UserWarning, match="runs a call eagerly"):
         torch.testing.assert_close(called(compiled, 5), called(function, 5))
     torch.compiler.reset()
-    with pytest.warns(UserWarning, match="changes an input whose storage offset is not 0"):
+    with pytest.warns(UserWarning, match="modifies an input whose storage offset is not 0"):
         torch.testing.assert_close(called(compiled, 5), called(function, 5))
 
 
@@ -132,7 +132,7 @@ def test_changed_inputs_in_one_memory_with_specialized_sizes_run_eagerly() -> No
 
 
 def test_changes_of_a_detached_part_of_another_input_run_eagerly() -> None:
-    """AOTAutograd refuses them: autograd does not know the detached part as a view of the other input."""
+    """AOTAutograd refuses them: autograd does not record the detached part as a view of the other input."""
 
     def function(x: Tensor, part: Tensor) -> Tensor:
         part.add_(1)
@@ -144,7 +144,7 @@ def test_changes_of_a_detached_part_of_another_input_run_eagerly() -> None:
         return torch.autograd.grad(function(x[1:4], x.detach()[1:4]).sum(), leaf)[0]
 
     compiled = torch.compile(function, backend="overlapc")
-    with pytest.warns(UserWarning, match="autograd does not know one of them as a view"):
+    with pytest.warns(UserWarning, match="autograd does not record either as a view"):
         torch.testing.assert_close(gradient(compiled), gradient(function))
 
 

@@ -1,4 +1,4 @@
-"""All differences between torch 2.11, 2.12 and 2.13, and all private names of torch that overlapc uses.
+"""Differences between torch 2.11, 2.12 and 2.13, and what overlapc patches in torch.
 
-Dynamo's tracing is the exception: only `parallel/replayed_blocks.py` uses its names.
+Private names that all three versions share are used where they are needed.
 """

@@ -98,30 +98,33 @@ def open_pools(
     rank cannot allocate, all raise NoSharedMemory and pools stay as they were. Raises CompileError if ranks of a group
     would lay out the memory differently.
     """
-    found = {each.name: _pool(each, device, cache_dir) for each in wanted}
-    for pool in found.values():
+    pools = {request.name: _pool(request, device, cache_dir) for request in wanted}
+    for pool in pools.values():
         pool.queue.drain()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    mine = {
-        each.name: {
+    own = {
+        request.name: {
             "has": [pool.token, pool.bytes, pool.failed],
-            "layout": [each.bytes, each.layout],
+            "layout": [request.bytes, request.layout],
             "held": pool.held > 0,
         }
-        for each, pool in zip(wanted, found.values(), strict=True)
+        for request, pool in zip(wanted, pools.values(), strict=True)
     }
-    told = dict(zip(all_ranks, map(json.loads, exchange("pools for copies", json.dumps(mine))), strict=True))
-    for each in wanted:
-        busy = next((rank for rank in each.ranks if told[rank][each.name]["held"]), None)
+    answers = map(json.loads, exchange("pools for copies", json.dumps(own)))
+    states = dict(zip(all_ranks, answers, strict=True))  # rank -> what it sent as `own`
+    for request in wanted:
+        name = request.name
+        busy = next((rank for rank in request.ranks if states[rank][name]["held"]), None)
         if busy is not None:
-            raise NoSharedMemory(f"rank {busy}: @{each.name}: a graph is running, and its copies are in flight")
-        other = next(
-            (rank for rank in each.ranks if told[rank][each.name]["layout"] != mine[each.name]["layout"]), None
-        )
+            raise NoSharedMemory(
+                f"@{name}: cannot set up copies for this graph while rank {busy} still runs another graph over the same"
+                " shared memory"
+            )
+        other = next((rank for rank in request.ranks if states[rank][name]["layout"] != own[name]["layout"]), None)
         if other is not None:
             raise CompileError(
-                f"@{each.name}: rank {other} lays out memory for copies differently from this rank"
+                f"@{name}: rank {other} lays out memory for copies differently from this rank"
                 '\nhint: options={"transport": "nccl"} needs no shared memory; please report this'
             )
     offers: dict[str, Offer] = {}
@@ -129,53 +132,56 @@ def open_pools(
     failure = ""
     try:
         try:
-            for each in wanted:
-                has = [told[rank][each.name]["has"] for rank in each.ranks]
-                if any(state != has[0] for state in has) or has[0][1] < each.bytes or found[each.name].failed:
-                    offers[each.name] = offer(each.bytes, device)
+            for request in wanted:
+                name = request.name
+                memory_states = [states[rank][name]["has"] for rank in request.ranks]
+                equal = all(state == memory_states[0] for state in memory_states)
+                if not equal or memory_states[0][1] < request.bytes or pools[name].failed:
+                    offers[name] = offer(request.bytes, device)
         except NoSharedMemory as error:
             failure = str(error)
         # From here on nothing is in flight on any rank, and all ranks have their new memory, or all raise.
-        texts = {name: [made.text, secrets.token_hex(8)] for name, made in offers.items()}
-        given = dict(zip(all_ranks, _exchanged("memory for copies", failure, texts, all_ranks, exchange), strict=True))
+        own_texts = {name: [own_offer.text, secrets.token_hex(8)] for name, own_offer in offers.items()}
+        texts = _exchanged("memory for copies", failure, own_texts, all_ranks, exchange)
+        texts_by_rank = dict(zip(all_ranks, texts, strict=True))
         try:
-            for name, made in offers.items():
-                pool = found[name]
-                of_group = [given[rank][name] for rank in pool.ranks]
-                memory = made.joined(pool.rank, [text for text, _ in of_group], pool.group)
+            for name, own_offer in offers.items():
+                pool = pools[name]
+                of_group = [texts_by_rank[rank][name] for rank in pool.ranks]
+                memory = own_offer.joined(pool.rank, [text for text, _ in of_group], pool.group)
                 memories[name] = memory, str(of_group)
         except (OSError, RuntimeError) as error:
             failure = f"the memory of other ranks cannot be reached: {error}"
         _exchanged("copies can start", failure, {}, all_ranks, exchange)  # all have mapped all memory: names can go
     finally:
-        for made in offers.values():
-            made.withdraw()
+        for own_offer in offers.values():
+            own_offer.withdraw()
     for name, (memory, token) in memories.items():
-        found[name].replaced(memory, token)
-    return found
+        pools[name].replaced(memory, token)
+    return pools
 
 
-def _exchanged(stage: str, failure: str, what: Any, ranks: Sequence[int], exchange: Exchange) -> list[Any]:
-    """Exchange `what` with all ranks and return theirs, in order; raise NoSharedMemory if one reports a failure.
+def _exchanged(stage: str, failure: str, value: Any, ranks: Sequence[int], exchange: Exchange) -> list[Any]:
+    """Exchange `value` with all ranks and return theirs, in order; raise NoSharedMemory if one reports a failure.
 
     failure: this rank's own; "" for none.
     """
-    told = [json.loads(text) for text in exchange(stage, json.dumps([failure, what]))]
-    for rank, (failed, _) in zip(ranks, told, strict=True):
+    answers = [json.loads(text) for text in exchange(stage, json.dumps([failure, value]))]
+    for rank, (failed, _) in zip(ranks, answers, strict=True):
         if failed:
             raise NoSharedMemory(f"rank {rank}: {failed}")
-    return [each for _, each in told]
+    return [answer for _, answer in answers]
 
 
 def reusable_pools(wanted: Sequence[Wanted], device: torch.device) -> dict[str, Pool] | None:
     """Return the open pools by name; None if one is not open, is too small, or has failed."""
-    found = {}
-    for each in wanted:
-        pool = _pools.get((each.group, device))
-        if pool is None or pool.ranks != each.ranks or pool.bytes < each.bytes or pool.failed:
+    pools = {}
+    for request in wanted:
+        pool = _pools.get((request.group, device))
+        if pool is None or pool.ranks != request.ranks or pool.bytes < request.bytes or pool.failed:
             return None
-        found[each.name] = pool
-    return found
+        pools[request.name] = pool
+    return pools
 
 
 def _pool(wanted: Wanted, device: torch.device, cache_dir: Path) -> Pool:
@@ -188,9 +194,10 @@ def _pool(wanted: Wanted, device: torch.device, cache_dir: Path) -> Pool:
 
 def timeout_s(group: str) -> float:
     """Return how long a rank waits for another in a collective: the timeout of the process group."""
-    found: Any = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    backends = [found._get_backend(device) for device in found._device_types]
-    limits = [each.options._timeout for each in backends if each.options is not None]  # torch's fake backend has none
+    process_group: Any = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    backends = [process_group._get_backend(device) for device in process_group._device_types]
+    options = [backend.options for backend in backends if backend.options is not None]  # torch's fake backend has none
+    limits = [option._timeout for option in options]
     return float(max(limits, default=distributed_c10d.default_pg_timeout).total_seconds())
 
 
@@ -282,14 +289,14 @@ class GraphCopies:
             self._early_shards.add(index)
             self.pool.held += 1
         views = self._views()
-        found = views.shards.get((index, at))
-        if found is None:
+        shard = views.shards.get((index, at))
+        if shard is None:
             slot = self.layout.slots[self.layout.begins[index].tensors[at]]
             part_bytes = math.prod(size) * dtype.itemsize
             before_bytes = self.pool.rank * part_bytes if self.forms[index].in_pool else 0
             there = self._bytes_at(slot.offset + before_bytes, part_bytes, dtype)
-            found = views.shards[index, at] = there.as_strided(size, stride)
-        return found
+            shard = views.shards[index, at] = there.as_strided(size, stride)
+        return shard
 
     def start(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Start collective `index`; results may be read after `wait` and, if they lie in the pool, until `release`.
@@ -344,10 +351,10 @@ class GraphCopies:
 
     def _views(self) -> _Views:
         """Return this graph's views of the pool's current memory; sizes are static, so all runs share them."""
-        found = self.pool.views.get(self)
-        if found is None:
-            found = self.pool.views[self] = _Views()
-        return found
+        views = self.pool.views.get(self)
+        if views is None:
+            views = self.pool.views[self] = _Views()
+        return views
 
     def _make_results(self, index: int, given: Sequence[Tensor]) -> list[Tensor]:
         results = []

@@ -348,7 +348,7 @@ def test_tables_of_all_ranks_are_merged_with_the_largest_value() -> None:
 
     def work(peers: Peers, rank: int) -> tuple[tuple[int, int], dict[str, dict[str, float]]]:
         with peers.agreement("f", 20) as ranks:
-            return ranks.place, ranks.agree_on_tables(known[rank])
+            return ranks.index_and_count, ranks.agree_on_tables(known[rank])
 
     told = {"a": {"x": 3.0, "y": 4.0}, "b": {"x": 10.0}, "c": {"z": 0.1}}
     assert on_ranks(4, work) == [((rank, 4), told) for rank in range(4)]
