@@ -20,7 +20,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions.dynamo import never_compiled_alone
+from overlapc.fx.versions.dynamo import compiled_alike, never_compiled_alone
 from overlapc.fx.versions.sharding import in_backward, set_fsdp2_state
 from overlapc.parallel import gathered
 from overlapc.parallel.controls import Controls, modules_of, refusal
@@ -228,7 +228,22 @@ def make_group(
     module.__dict__["_overlapc_output_dtype"] = output_dtype
     module.__dict__["_overlapc_pending"] = Pending({})
     _set_class(module, (), group=True)
+    _compile_again(module)
     set_fsdp2_state(module, ModuleState(module))
+
+
+def _compile_again(module: nn.Module) -> None:
+    """Compile the call of `module` again if `module.compile()` has compiled that of its class before sharding."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        return
+    try:
+        module._compiled_call_impl = compiled_alike(compiled, module._call_impl)
+    except ValueError as error:
+        raise ConfigError(
+            f"{type(module).__name__}.compile() was called before the module was sharded or adopted ({error})"
+            "\nhint: call compile() afterwards"
+        ) from None
 
 
 def name_groups(root: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,19 @@ def never_compiled_alone(function: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import skip_code  # here, because importing Dynamo takes a second
 
     skip_code(function.__code__)
+
+
+def compiled_alike(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` compiled with the arguments with which torch.compile made `compiled`.
+
+    Raises ValueError where these are unknown: `compiled` is no result of torch.compile, or loads a stored trace.
+    """
+    read = getattr(compiled, "get_compiler_config", None)
+    compiler = None if read is None else inspect.getclosurevars(read).nonlocals.get("self")
+    if compiler is None or compiler._package is not None:
+        raise ValueError("made with unknown arguments")
+    made: Callable[..., Any] = compiler(function)
+    return made
 
 
 def skip_calls_of(functions: Iterable[Callable[..., Any]]) -> None:
