@@ -22,6 +22,7 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.fx import untraceable_changes, untraceable_ops
 from overlapc.fx.addcdiv import restore_addcdiv
+from overlapc.fx.function_results import separate_results
 from overlapc.fx.versions.dynamo import compile_id, compiled_autograd
 from overlapc.fx.versions.graphs import copied_capture
 from overlapc.fx.versions.sharding import runs_under_ddp, runs_under_fsdp2
@@ -69,6 +70,7 @@ def overlapc(
         config = Config.of(options, mode)
         _check_communication(gm)
         restore_addcdiv(gm)
+        separate_results(gm)
         copy_results_that_reduce(gm)
         number = next_number()
         CAPTURES.note(number)
