@@ -65,13 +65,16 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         # Not in __call__: this is what `model.compile()` compiles.
         args, kwargs = self._cast_inputs(args, kwargs)
-        output = super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+        output = self._after_forward(super()._call_impl(*args, **kwargs))  # type: ignore[misc]
+        if not torch.compiler.is_dynamo_compiling():
+            gathered.reshard_after_forward(self)
+        return output
+
+    def _after_forward(self, output: Any) -> Any:
         if self._overlapc_pending.gradients and torch.is_grad_enabled():
             output = reduce_behind(output, self)
         if self._overlapc_output_dtype is not None:
             output = _cast(output, self._overlapc_output_dtype)
-        if not torch.compiler.is_dynamo_compiling():
-            gathered.reshard_after_forward(self)
         return output
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

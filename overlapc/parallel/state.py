@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 
 from overlapc.parallel import gathered
@@ -49,9 +50,12 @@ class ModuleState:
         """Do nothing: modules are complete after `fully_shard`."""
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        gathered.unshard(module)
+        if not torch.compiler.is_dynamo_compiling():  # a graph gathers parameters where they are read
+            gathered.unshard(module)
         return module._cast_inputs(args, kwargs)
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
-        gathered.reshard(module)
+        output = module._after_forward(output)
+        if not torch.compiler.is_dynamo_compiling():
+            gathered.reshard(module)
         return output

@@ -136,14 +136,31 @@ def recovered(model: Any, mesh: DeviceMesh) -> list[Tensor]:
 
 def method(model: Any, mesh: DeviceMesh) -> list[Tensor]:
     """Call a method that was registered as a forward method and that reads parameters directly."""
-    loss = model.encode(micro_batches()[0][0]).square().mean()
-    loss.backward()
-    return [loss]
+    return accumulated(model, lambda tokens: model.encode(tokens))
+
+
+def within_forward(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Call the model, whose forward calls a method that was registered as a forward method."""
+    return accumulated(model, model)
+
+
+def accumulated(model: Any, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    losses = []
+    for number, (tokens, _) in enumerate(micro_batches()):
+        model.set_requires_gradient_sync(number == MICRO - 1)
+        scores = call(tokens)
+        assert scores.dtype == torch.float64
+        losses.append(scores.square().mean())
+        losses[-1].backward()
+    return losses
 
 
 class Encoding(Tiny):
     def encode(self, tokens: Tensor) -> Tensor:
         return self.embed(tokens) @ self.head.weight.T
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return self.encode(tokens)
 
 
 class Scored(Tiny):
@@ -198,6 +215,11 @@ def compiled_in_place(model: Any) -> Any:
     return model
 
 
+def compiled_method(model: Any) -> Any:
+    model.encode = torch.compile(model.encode, backend="overlapc", options={"rank_timeout": 60})
+    return model
+
+
 def tiny(mesh: DeviceMesh) -> Any:
     torch.manual_seed(0)
     return shard(Tiny(layers=1), mesh["dp"], apply=fsdp2.fully_shard)
@@ -224,7 +246,8 @@ def scored(mesh: DeviceMesh) -> Any:
 
 def with_method(mesh: DeviceMesh) -> Any:
     torch.manual_seed(0)
-    model = fsdp2.fully_shard(Encoding(), mesh=mesh["dp"])
+    policy = fsdp2.MixedPrecisionPolicy(output_dtype=torch.float64)
+    model = fsdp2.fully_shard(Encoding(), mesh=mesh["dp"], mp_policy=policy)
     fsdp2.register_fsdp_forward_method(model, "encode")
     return model
 
@@ -256,7 +279,9 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
     "last output, model.compile": (scored, from_the_last_output, compiled_in_place),
     "twice, eager": (tiny, twice, eager),
     "twice, compiled": (tiny, twice, compiled),
-    "method": (with_method, method, eager),
+    "method, eager": (with_method, method, eager),
+    "method, compiled": (with_method, method, compiled_method),
+    "method within forward, model.compile": (with_method, within_forward, compiled_in_place),
 }
 
 
