@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from tabulate import tabulate
 
-from overlapc.runtime.copies.commands import HEAD_BYTES, Command, Places, Run
+from overlapc.runtime.copies.commands import HEAD_BYTES, Command, MappedMemories, Run
 from overlapc.runtime.copies.layout import Event, Release, Start, Take, place
 from overlapc.runtime.copies.pool import Form, GraphCopies
 from overlapc.runtime.copies.shared_memory import Memory
@@ -42,7 +42,7 @@ def start_us(form: Form, *, anew: bool) -> float:
     events: list[Event] = [*(Take(at, size_bytes) for at in tensors), Start(tensors), *map(Release, tensors)]
     layout = place(events)
     own = torch.zeros(max(layout.bytes, HEAD_BYTES), dtype=torch.uint8)
-    memory = Memory(own, Places(0, (own.data_ptr(), *(1 << 40 + at for at in range(1, RANKS)))))
+    memory = Memory(own, MappedMemories(0, (own.data_ptr(), *(1 << 40 + at for at in range(1, RANKS)))))
     pool: Any = SimpleNamespace(
         memory=memory, views=WeakKeyDictionary(), queue=Nowhere(), rank=0, ranks=tuple(range(RANKS)), name="dp",
         number=0, released=0, held=0, failed=False,

@@ -127,7 +127,7 @@ _MOVES = frozenset(
 REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
 
 
-class Place(NamedTuple):
+class RankInGroup(NamedTuple):
     """This rank's place in a process group: among all its ranks, or, over several hosts, among those on its host."""
 
     rank: int
@@ -137,7 +137,7 @@ class Place(NamedTuple):
     across: str = ""  # with several hosts: torch's name of the group of the ranks with this place on every host
 
 
-def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Node], Place | None]) -> int:
+def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Node], RankInGroup | None]) -> int:
     """Rewrite reductions of a canonical graph; return the number of rewritten ones.
 
     place_of: returns this rank's place in the group of a reduction, or None to leave that reduction unchanged.
@@ -158,7 +158,7 @@ def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Nod
     return count
 
 
-def gather_by_hosts(start: fx.Node, place: Place) -> None:
+def gather_by_hosts(start: fx.Node, place: RankInGroup) -> None:
     """Rewrite a gather over several hosts in a canonical graph: first across hosts, then within each."""
     (wait,) = start.users
     write = NodeWriter(start, start)
@@ -203,7 +203,7 @@ def _is_impure(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or (node.target not in _MOVES and node.target not in _CASTS)
 
 
-def _exchange(start: fx.Node, place: Place, results: FakeResults) -> None:
+def _exchange(start: fx.Node, place: RankInGroup, results: FakeResults) -> None:
     (wait,) = start.users
     rank, ranks, hosts = place.rank, place.ranks, place.hosts
     how, whole = argument(start, 1), start.target is _c10d.all_reduce.default
@@ -243,7 +243,7 @@ def _exchange(start: fx.Node, place: Place, results: FakeResults) -> None:
     start.graph.erase_node(start)
 
 
-def _across_hosts(write: NodeWriter, total: fx.Node, place: Place, *, whole: bool) -> fx.Node:
+def _across_hosts(write: NodeWriter, total: fx.Node, place: RankInGroup, *, whole: bool) -> fx.Node:
     """Reduce the sums of this host across hosts: all of them (`whole`), or only this host's block."""
     if whole:
         started = write.call(_c10d.all_reduce.default, total, "sum", place.across)

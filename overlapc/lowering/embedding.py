@@ -14,7 +14,7 @@ from overlapc.ir.conversions import cast, constant
 from overlapc.ir.indexing import flat_index, loop_symbol, numel
 from overlapc.ir.ops import Layout, View
 from overlapc.lowering.context import Lowering
-from overlapc.lowering.indexing import Place, both, masked_element, picked, place, positioned
+from overlapc.lowering.indexing import Element, both, element_at, masked_element, picked, positioned
 from overlapc.lowering.scatter import Position, contiguous, contiguous_strides, refuse_if_deterministic, store_at
 from overlapc.lowering.table import Impossible, lowers
 
@@ -70,8 +70,8 @@ def _counts(token: Value, padding_idx: Any) -> list[Value]:
     return [] if padding == -1 else [op("ne", token, Index(padding))]
 
 
-def _with_conditions(spot: Place, conditions: Sequence[Value]) -> Place:
-    return Place(spot.index, both(spot.inside, *conditions), spot.indirect)
+def _with_conditions(spot: Element, conditions: Sequence[Value]) -> Element:
+    return Element(spot.index, both(spot.inside, *conditions), spot.indirect)
 
 
 def _summed_by_token(context: Lowering, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
@@ -86,7 +86,9 @@ def _summed_by_token(context: Lowering, grad: View, indices: View, padding_idx: 
     def body(target: View) -> Body:
         loops, position = context.loops_over(contiguous(out.device, wide, grad.size))
         token = _token(context, indices, position[:-1])
-        spot = _with_conditions(place(target, (sympy.S.Zero, position[-1]), {0: token}), _counts(token, padding_idx))
+        spot = _with_conditions(
+            element_at(target, (sympy.S.Zero, position[-1]), {0: token}), _counts(token, padding_idx)
+        )
         return Body(loops, (), (store_at(target, spot, context.element(grad, position), "add"),))
 
     changed = context.update(sums, body)
@@ -112,7 +114,7 @@ def _summed_at_last_token(context: Lowering, grad: View, indices: View, padding_
     def token_at(position: Position) -> tuple[Value, Value, _Occurrences]:
         """Return the token's number, whether it has a gradient, and where its word occurs."""
         token = _token(context, indices, position[:-1])
-        spot = place(ends, (sympy.S.Zero, sympy.S.Zero), {1: token})
+        spot = element_at(ends, (sympy.S.Zero, sympy.S.Zero), {1: token})
         counts = both(spot.inside, *_counts(token, padding_idx))
         number = Index(flat_index(position[:-1], number_strides, sympy.S.Zero), torch.int32)
         return number, counts, _occurrences(ends, spot.indirect[0][1], counts, tokens)
@@ -171,7 +173,7 @@ def _ends(context: Lowering, indices: View, padding_idx: Any, out: Layout) -> Vi
         stores = []
         for end, value in enumerate((number, numel(indices.size) - 1 - number)):
             spot = _with_conditions(
-                place(target, (sympy.Integer(end), sympy.S.Zero), {1: token}), _counts(token, padding_idx)
+                element_at(target, (sympy.Integer(end), sympy.S.Zero), {1: token}), _counts(token, padding_idx)
             )
             stores.append(store_at(target, spot, Index(value, torch.int32), "max"))
         return Body(loops, (), tuple(stores))
@@ -200,7 +202,7 @@ def _rows_have_one_stride(layout: Layout) -> bool:
     return all(sympy.expand(outer - extent * inner) == 0 for extent, outer, inner in follow)
 
 
-def _row(target: View, row: Value, column: sympy.Expr, known: Value) -> Place:
+def _row(target: View, row: Value, column: sympy.Expr, known: Value) -> Element:
     """Return the place of column `column` in the row of token number `row`; `target` is [tokens..., d].
 
     known: whether there is such a token.
@@ -208,8 +210,8 @@ def _row(target: View, row: Value, column: sympy.Expr, known: Value) -> Place:
     symbol = loop_symbol("i", 0)
     step, inner = target.layout.stride[-2:]
     index = target.layout.offset + symbol * step + column * inner
-    return Place(index, known, ((symbol, cast(row, torch.int64)),))
+    return Element(index, known, ((symbol, cast(row, torch.int64)),))
 
 
-def _load(x: View, spot: Place) -> Value:
+def _load(x: View, spot: Element) -> Value:
     return cast(Load(x.buffer, spot.index, x.dtype, spot.inside, spot.indirect), torch.float32)

@@ -109,7 +109,7 @@ def constant_pad(context: Lowering, x: View, pad: Sequence[Any], fill: Any = 0) 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Element:
     """An element of a tensor at a position that is partly loaded from memory; `inside`: whether it is in bounds."""
 
     index: sympy.Expr
@@ -117,8 +117,8 @@ class Place:
     indirect: tuple[tuple[sympy.Symbol, Value], ...]
 
 
-def place(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Place:
-    """Return the place of `x` at `at`, with the positions in the dims of `wanted` loaded from memory and checked."""
+def element_at(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Element:
+    """Return the element of `x` at `at`, with the positions in the dims of `wanted` loaded from memory and checked."""
     position = list(at)
     indirect: list[tuple[sympy.Symbol, Value]] = []
     inside: list[Value] = []
@@ -129,12 +129,12 @@ def place(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Pla
         position[dim] = symbol
         indirect.append((symbol, Checked(where, fits, message)))
         inside.append(fits)
-    return Place(x.layout.at(tuple(position)), both(*inside), tuple(indirect))
+    return Element(x.layout.at(tuple(position)), both(*inside), tuple(indirect))
 
 
 def picked(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Load:
     """Load the element of `x` at `at`, with the positions in the dims of `wanted` loaded from memory and checked."""
-    found = place(x, at, wanted)
+    found = element_at(x, at, wanted)
     return Load(x.buffer, found.index, x.dtype, found.inside, found.indirect)
 
 

@@ -19,10 +19,10 @@ from overlapc.ir.conversions import cast, constant
 from overlapc.ir.ops import Layout, View
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import (
-    Place,
+    Element,
+    element_at,
     in_bounds,
     indexed,
-    place,
     positioned,
 )
 from overlapc.lowering.table import Impossible, lowers
@@ -89,7 +89,7 @@ def scatter_into(
     context: Lowering,
     x: View,
     size: Sequence[sympy.Expr],
-    where: Callable[[View, Position], Place],
+    where: Callable[[View, Position], Element],
     value: Callable[[Position], Value],
     mode: str = "set",
     order: Layout | None = None,
@@ -126,7 +126,7 @@ def scatter_into(
     return changed if same else context.pointwise(kept.leave, changed)
 
 
-def store_at(target: View, spot: Place, value: Value, mode: str) -> Store:
+def store_at(target: View, spot: Element, value: Value, mode: str) -> Store:
     """Return a store to an element whose position may be loaded from memory."""
     return Store(target.buffer, spot.index, cast(value, target.dtype), target.dtype, mode, spot.inside, spot.indirect)
 
@@ -150,11 +150,11 @@ def contiguous_strides(size: Sequence[sympy.Expr]) -> tuple[sympy.Expr, ...]:
     return tuple(strides)
 
 
-def _along(context: Lowering, dim: int, index: View) -> Callable[[View, Position], Place]:
+def _along(context: Lowering, dim: int, index: View) -> Callable[[View, Position], Element]:
     """Return a function to the element that `index`, a tensor over the same positions, selects along `dim`."""
 
-    def where(target: View, position: Position) -> Place:
-        return place(target, position, {dim: cast(context.element(index, position), torch.int64)})
+    def where(target: View, position: Position) -> Element:
+        return element_at(target, position, {dim: cast(context.element(index, position), torch.int64)})
 
     return where
 
@@ -230,8 +230,8 @@ def index_put(
 ) -> View:
     places = indexed(x, indices)
 
-    def where(target: View, position: Position) -> Place:
-        return place(target, *places.at(context, position))
+    def where(target: View, position: Position) -> Element:
+        return element_at(target, *places.at(context, position))
 
     return scatter_into(
         context,

@@ -28,7 +28,7 @@ from overlapc.estimators.from_profile import from_profile
 from overlapc.fx.arguments import argument
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of, is_collective
-from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
+from overlapc.fx.exchange import EXCHANGE, RankInGroup, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
 from overlapc.planning.copy_reach import CopyReach
 from overlapc.planning.host_groups import DividedGroup, divided
 from overlapc.runtime.copies.command_queues import unsupported
@@ -156,21 +156,21 @@ class Transports:
             gather_by_hosts(start, places[start])
         self.rewritten = exchange_reductions(gm, places.get) > 0 or bool(gathers)
 
-    def _place(self, collective: Collective, hosts: Hosts | None) -> Place | None:
+    def _place(self, collective: Collective, hosts: Hosts | None) -> RankInGroup | None:
         """Return this rank's place in the groups that a collective is rewritten for; None if it is not rewritten."""
         comm = collective.comm
         rewritable = comm.collective in (*REDUCTIONS, "all_gather") and comm.group not in self.by_library
         if hosts is None or unit_of(comm) in self.units_by_library or not rewritable:
             return None
         if len(hosts) == 1:
-            return Place(comm.ranks.index(dist.get_rank()), comm.size)
+            return RankInGroup(comm.ranks.index(dist.get_rank()), comm.size)
         group = group_of(collective.start) or ""
         groups = divided(group, comm.group, hosts, alone=self.agreed is not None)
         if groups is None:
             return None
         self.divided[group] = DividedGroup(group, comm.group, tuple(comm.ranks), groups)
         own = groups.ranks_within.index(dist.get_rank())
-        return Place(own, len(groups.ranks_within), len(hosts), groups.within, groups.across)
+        return RankInGroup(own, len(groups.ranks_within), len(hosts), groups.within, groups.across)
 
     def _hosts(self, collective: Collective) -> Hosts | None:
         """Return all ranks as one host if copies reach all of them, the ranks of each host if the collective can be

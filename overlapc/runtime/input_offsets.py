@@ -36,7 +36,7 @@ _UNTRACEABLE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class InputPlace:
     """Where an input lies in its storage, as far as that was traced as constants."""
 
     offset: int  # in elements
@@ -80,16 +80,16 @@ class InputPlaces:
                 return "it modifies an input that shares memory with another input, and torch cannot trace their sizes"
         return None
 
-    def constant(self) -> dict[int, Place]:
+    def constant(self) -> dict[int, InputPlace]:
         """Return position -> place of the inputs whose places were traced as constants."""
-        places: dict[int, Place] = {}
+        places: dict[int, InputPlace] = {}
         for at, value in self._inputs.items():
             offset = int(value.storage_offset())
             if self._changes_beside_another(at):
                 numbers = _memory_form(value, self._examples[at])
-                places[at] = Place(offset, tuple(each if isinstance(each, int) else None for each in numbers))
+                places[at] = InputPlace(offset, tuple(each if isinstance(each, int) else None for each in numbers))
             elif self._read_by_strided(at) and (value.requires_grad or _changes(self._examples[at])):
-                places[at] = Place(offset)
+                places[at] = InputPlace(offset)
         return places
 
     def _read_by_strided(self, at: int) -> bool:
@@ -130,7 +130,9 @@ def always_eagerly(eager: GraphModule, reason: str, hint: str = HINT) -> Callabl
     return call
 
 
-def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, places: Mapping[int, Place]) -> Callable[..., Any]:
+def eagerly_elsewhere(
+    step: Callable[..., Any], eager: GraphModule, places: Mapping[int, InputPlace]
+) -> Callable[..., Any]:
     """Return a function that runs `step` for inputs at these places, and else `eager`: the same, op by op."""
     warned = _Warning(HINT)
 

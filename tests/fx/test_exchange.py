@@ -11,7 +11,7 @@ from overlapc.fx.communication import is_asynchronous
 from overlapc.fx.exchange import (
     EXCHANGE,
     SUM_OF_PARTS,
-    Place,
+    RankInGroup,
     exchange_reductions,
     gather_by_hosts,
     refusal,
@@ -33,7 +33,7 @@ def exchanged(function, *inputs: Tensor, rank: int = 1) -> tuple[fx.GraphModule,
     """Return the rewritten graph of `rank` and its exchange."""
     with fake_world(RANKS) as group:
         gm = make_fx(lambda *given: function(*given, group), tracing_mode="fake")(*inputs)
-        assert exchange_reductions(gm, lambda start: Place(rank, RANKS)) == 1
+        assert exchange_reductions(gm, lambda start: RankInGroup(rank, RANKS)) == 1
         (start,) = gm.graph.find_nodes(op="call_function", target=EXCHANGE)
     return gm, start
 
@@ -123,7 +123,7 @@ def test_reductions_that_cannot_be_exchanged_stay_with_a_reason(function, x, rea
         gm = make_fx(lambda x: function(x, group), tracing_mode="fake")(x)
         (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default)
         assert reason in (refusal(start) or "")
-        assert exchange_reductions(gm, lambda start: Place(1, RANKS)) == 0
+        assert exchange_reductions(gm, lambda start: RankInGroup(1, RANKS)) == 0
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (5, 3), (7,)])
@@ -141,7 +141,7 @@ def test_an_all_reduce_is_an_exchange_a_sum_and_a_gather(shape):
     assert ops(gm)["sum_of_parts"] == 1
 
 
-HOSTS = Place(1, RANKS // 2, hosts=2, within="", across="")
+HOSTS = RankInGroup(1, RANKS // 2, hosts=2, within="", across="")
 
 
 def over_hosts(function, x: Tensor) -> fx.GraphModule:
@@ -198,7 +198,7 @@ def test_the_rewrite_of_a_reduction_like_an_earlier_one_has_the_metadata_that_it
     with fake_world(RANKS) as group:
         x = torch.randn(8, 12, dtype=torch.bfloat16)
         gm = make_fx(lambda *given: function(*given, group), tracing_mode="fake")(x, x.clone())
-        assert exchange_reductions(gm, lambda start: Place(1, RANKS)) == 2
+        assert exchange_reductions(gm, lambda start: RankInGroup(1, RANKS)) == 2
         calls = gm.graph.find_nodes(op="call_function", target=EXCHANGE)
         assert (
             calls[0].args[0].meta["val"].untyped_storage()._cdata

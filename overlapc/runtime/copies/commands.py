@@ -96,7 +96,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class MappedMemories:
     """The addresses at which the ranks' memories are mapped in this process, by rank within the group."""
 
     rank: int
@@ -175,11 +175,11 @@ class _Tensor:
             yield Copy(to, of, self.piece_bytes, own)
 
 
-def _tensors(at: Places, turn: Turn, given: Sequence[Given], *, shares: bool) -> list[_Tensor]:
+def _tensors(at: MappedMemories, turn: Turn, given: Sequence[Given], *, shares: bool) -> list[_Tensor]:
     return [_Tensor(each, slot, len(at.bases), shares) for each, slot in zip(given, turn.slots, strict=True)]
 
 
-def gather(at: Places, turn: Turn, shards: Sequence[Given]) -> Iterator[Command]:
+def gather(at: MappedMemories, turn: Turn, shards: Sequence[Given]) -> Iterator[Command]:
     """Gather the shards of all ranks into this rank's slots, in order of rank; its own shard may lie there already."""
     tensors = _tensors(at, turn, shards, shares=False)
     yield from _begin(at, turn)
@@ -190,7 +190,7 @@ def gather(at: Places, turn: Turn, shards: Sequence[Given]) -> Iterator[Command]
     yield from _pushed(at, turn, tensors, lambda peer: at.rank)
 
 
-def exchange(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
+def exchange(at: MappedMemories, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
     """Send part r of each tensor to rank r; the parts for this rank lie in its slots in order of rank."""
     tensors = _tensors(at, turn, given, shares=True)
     yield from _begin(at, turn)
@@ -200,13 +200,15 @@ def exchange(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command
     yield from _pushed(at, turn, tensors, lambda peer: at.rank)
 
 
-def exchange_with_others(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
+def exchange_with_others(at: MappedMemories, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
     """Send part r of each tensor to rank r, without copying this rank's own part; its slots hold the peers' parts."""
     yield from _begin(at, turn)
     yield from _pushed(at, turn, _tensors(at, turn, given, shares=True), lambda peer: at.rank - (at.rank > peer))
 
 
-def _pushed(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[int], int]) -> Iterator[Command]:
+def _pushed(
+    at: MappedMemories, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[int], int]
+) -> Iterator[Command]:
     """Push this rank's parts and wait for the peers' parts.
 
     place: the number of parts before this rank's part in a peer's slot.
@@ -216,7 +218,7 @@ def _pushed(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
 
 
-def _sent(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[int], int]) -> Iterator[Command]:
+def _sent(at: MappedMemories, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[int], int]) -> Iterator[Command]:
     for peer in at.peers:
         for tensor in tensors:
             there = tensor.received(at.bases[peer] + tensor.slot, place(peer))
@@ -224,7 +226,9 @@ def _sent(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[i
         yield Post(at.sent(peer, at.rank), turn.number)
 
 
-def exchange_taken_out(at: Places, turn: Turn, given: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
+def exchange_taken_out(
+    at: MappedMemories, turn: Turn, given: Sequence[Given], results: Sequence[int]
+) -> Iterator[Command]:
     """Exchange as `exchange` does, then copy the parts for this rank to the addresses `results`, outside the slots."""
     tensors = _tensors(at, turn, given, shares=True)
     yield from _begin(at, turn)
@@ -238,7 +242,7 @@ def exchange_taken_out(at: Places, turn: Turn, given: Sequence[Given], results: 
             yield from tensor.copies(tensor.received(result, peer), arrived)
 
 
-def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
+def pulled_gather(at: MappedMemories, turn: Turn, shards: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
     """Gather the shards of all ranks, in order of rank, to the addresses `results`, which lie outside of the slots;
     this rank's shards may lie in the slots already.
 
@@ -264,7 +268,7 @@ def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequ
         yield Until(at.fetched(at.rank, peer), turn.number, peer, "fetched this rank's shard")
 
 
-def _begin(at: Places, turn: Turn) -> Iterator[Command]:
+def _begin(at: MappedMemories, turn: Turn) -> Iterator[Command]:
     for peer in at.peers:
         yield Post(at.done(peer, at.rank), turn.settled, release=True)
     for peer in at.peers:

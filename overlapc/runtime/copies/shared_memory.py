@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from overlapc.errors import NoSharedMemory
-from overlapc.runtime.copies.commands import HEAD_BYTES, Places
+from overlapc.runtime.copies.commands import HEAD_BYTES, MappedMemories
 
 FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
@@ -30,7 +30,7 @@ class Memory:
     """The mapped memories of a group; they stay mapped as long as this object lives."""
 
     own: Tensor  # this rank's memory, as bytes
-    places: Places
+    places: MappedMemories
     held: Sequence[Any] = field(repr=False, default=())  # the objects that keep memory mapped
 
     @property
@@ -65,7 +65,7 @@ class SharedOffer:
             with open(text, "r+b") as file:
                 mapped.append(mmap.mmap(file.fileno(), len(self._bytes)))
         bases = tuple(ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in mapped)
-        return Memory(self._own, Places(rank, bases), tuple(mapped))
+        return Memory(self._own, MappedMemories(rank, bases), tuple(mapped))
 
     def withdraw(self) -> None:
         """Remove the file's name: all ranks have mapped it, or none will."""
@@ -89,7 +89,7 @@ class SymmetricOffer:
         handle: Any = symmetric.rendezvous(self._own, group)  # type: ignore[arg-type]  # its stub wants a NewType
         bases = tuple(int(address) for address in handle.buffer_ptrs)
         assert bases[rank] == self._own.data_ptr(), "symmetric memory begins where its tensor does"
-        return Memory(self._own, Places(rank, bases), (handle,))
+        return Memory(self._own, MappedMemories(rank, bases), (handle,))
 
     def withdraw(self) -> None:
         """Do nothing: the memory has no name."""

@@ -224,7 +224,7 @@ def kept_by_a_slow_reader(rule: str) -> bool:
     copies = made(None, cases, 0)
     plain = commands._begin
 
-    def careless(at: commands.Places, turn: commands.Turn) -> Iterator[commands.Command]:
+    def careless(at: commands.MappedMemories, turn: commands.Turn) -> Iterator[commands.Command]:
         return (each for each in plain(at, turn) if rule != "careless" or not isinstance(each, commands.Until))
 
     seen = []
