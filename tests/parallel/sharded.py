@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlapc.parallel import fully_shard
 
 Apply = Callable[..., Any]
+DIM = 6
+
+
+class Block(nn.Module):
+    """A residual block over the last dimension, of size DIM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def mesh_1d() -> DeviceMesh:

@@ -13,20 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import overlapc
 from overlapc.errors import ConfigError
+from tests.parallel.sharded import DIM, Block
 from tests.ranks import values_on_ranks
 from tests.worlds import fake_world
 
-DIM, MICRO = 6, 2
+MICRO = 2
 OPTIONS = {"rank_timeout": 60}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):

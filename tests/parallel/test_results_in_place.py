@@ -10,19 +10,10 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
-from tests.parallel.sharded import shard
+from tests.parallel.sharded import DIM, Block, shard
 from tests.ranks import values_on_ranks
 
-DIM, MICRO = 6, 3
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+MICRO = 3
 
 
 class Model(nn.Module):
