@@ -152,7 +152,7 @@ def test_a_budget_counts_inputs_of_forward_against_backward():
         if budget == "6.5MiB":
             loss.backward()
             continue
-        with pytest.raises(overlapc.MemoryBudgetError, match=r"leaves 1\.5.*, and the graph needs 2"):
+        with pytest.raises(overlapc.MemoryBudgetError, match=r"leaves 1\.5.* for this graph, but it needs 2"):
             loss.backward()
 
 
