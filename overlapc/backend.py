@@ -26,7 +26,7 @@ from overlapc.fx.function_results import separate_results
 from overlapc.fx.versions.dynamo import compile_id, compiled_autograd
 from overlapc.fx.versions.graphs import copied_capture
 from overlapc.fx.versions.sharding import runs_under_ddp, runs_under_fsdp2
-from overlapc.parallel.results_that_reduce import copy_results_that_reduce
+from overlapc.parallel.results_that_reduce import copy_all_results, copy_results_that_reduce, only_reduces
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime import triton_workers
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
@@ -71,6 +71,8 @@ def overlapc(
         _check_communication(gm)
         restore_addcdiv(gm)
         separate_results(gm)
+        if only_reduces(gm):
+            return copy_all_results(copied_capture(gm))
         copy_results_that_reduce(gm)
         number = next_number()
         CAPTURES.note(number)

@@ -1,6 +1,8 @@
-"""Copies some of the results whose backward has to reduce pending gradients (`gather.reduce_with`)."""
+"""Results whose backward has to reduce pending gradients (`gather.reduce_with`)."""
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -37,6 +39,25 @@ def copy_results_that_reduce(gm: GraphModule) -> None:
                 each.meta["example_value"] for each in (result, copy)
             )
     gm.recompile()
+
+
+def only_reduces(gm: GraphModule) -> bool:
+    """Whether Dynamo's graph computes nothing: the results whose backward reduces come from code before a graph break.
+
+    Such a graph should run eagerly. A backward that AOTAutograd made passes zeros to results that the loss does not
+    depend on, where eager passes nothing to the code before the break.
+    """
+    calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    return bool(calls) and all(node.target in (reduce_with, operator.getitem) for node in calls)
+
+
+def copy_all_results(gm: GraphModule) -> GraphModule:
+    """Copy what `gm` returns, so that the caller may change it in place; return `gm`."""
+    (output,) = gm.graph.find_nodes(op="output")
+    with gm.graph.inserting_before(output):
+        output.args = (tuple(gm.graph.call_function(torch.clone, (result,)) for result in output.args[0]),)
+    gm.recompile()
+    return gm
 
 
 def _copied(node: Node) -> Node:

@@ -155,6 +155,43 @@ def accumulated(model: Any, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return losses
 
 
+def one_of_two_results(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Like prime-rl's trainer: accumulate gradients of one result of a head whose other result must not have one."""
+    ours = isinstance(model, overlapc.parallel.FSDPModule)
+    losses = []
+    for number, (tokens, _) in enumerate(micro_batches()):
+        model.set_requires_gradient_sync(number == MICRO - 1)
+        scores, _ = model(tokens)
+        if ours:
+            scores *= 0.5
+        else:
+            scores = scores * 0.5
+        losses.append(scores.square().mean())
+        losses[-1].backward()
+    return losses
+
+
+class Scores(torch.autograd.Function):
+    """Reads which of its results have a gradient, so that Dynamo does not trace it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return x @ weight.sum(0), x.amax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, of_largest: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert of_largest is None
+        x, weight = ctx.saved_tensors
+        return gradient.unsqueeze(-1) * weight.sum(0), (gradient.flatten() @ x.flatten(0, -2)).expand_as(weight)
+
+
+class Scoring(Tiny):
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return Scores.apply(self.embed(tokens), self.head.weight)
+
+
 class Encoding(Tiny):
     def encode(self, tokens: Tensor) -> Tensor:
         return self.embed(tokens) @ self.head.weight.T
@@ -244,6 +281,11 @@ def scored(mesh: DeviceMesh) -> Any:
     return shard(Scored(layers=1), mesh["dp"], apply=fsdp2.fully_shard)
 
 
+def scoring(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    return shard(Scoring(layers=1), mesh["dp"], apply=fsdp2.fully_shard)
+
+
 def with_method(mesh: DeviceMesh) -> Any:
     torch.manual_seed(0)
     policy = fsdp2.MixedPrecisionPolicy(output_dtype=torch.float64)
@@ -279,6 +321,7 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
     "last output, model.compile": (scored, from_the_last_output, compiled_in_place),
     "twice, eager": (tiny, twice, eager),
     "twice, compiled": (tiny, twice, compiled),
+    "one of two results, model.compile": (scoring, one_of_two_results, compiled_in_place),
     "method, eager": (with_method, method, eager),
     "method, compiled": (with_method, method, compiled_method),
     "method within forward, model.compile": (with_method, within_forward, compiled_in_place),
