@@ -93,7 +93,7 @@ def overlapc(
             with arrived(examples, within):
                 step = _step(gm, examples, config, number, devices, as_given)
         except (AssertionError, RuntimeError) as error:
-            reason = None if eager is None else why_untraceable(error)
+            reason = why_untraceable(error)
             if eager is None or reason is None:
                 raise
             return always_eagerly(eager, reason)

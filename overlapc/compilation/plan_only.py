@@ -119,6 +119,5 @@ def _remember(result: Result, began: float, choice: GatherChoice, planned: Plann
 
 
 def _count(result: Result, planned: Planned | None) -> None:
-    of_attention = {} if planned is None else planned.attention_counts
-    for counter, times in {**counts_of(result), **of_attention}.items():
+    for counter, times in counts_of(result, planned).items():
         count(counter, times)

@@ -36,8 +36,8 @@ def _fallbacks(result: Result) -> dict[str, int]:
     return dict(found)
 
 
-def counts_of(result: Result) -> dict[str, int]:
-    """Return what the final schedule of one graph adds to `counters["overlapc"]`."""
+def counts_of(result: Result, planned: Planned | None = None) -> dict[str, int]:
+    """Return what one graph adds to `counters["overlapc"]`. planned: as for `record_of`."""
     kinds = Counter(node.kind for node in result.schedule.nodes)
     fused = sum(node.kind is Kind.KERNEL for node in result.before.schedule.nodes)
     fallbacks = _fallbacks(result)
@@ -49,4 +49,5 @@ def counts_of(result: Result) -> dict[str, int]:
         "collectives": kinds[Kind.START] + kinds[Kind.COMM],
         "fallbacks": sum(fallbacks.values()),
         **{f"fallback {name}": times for name, times in fallbacks.items()},
+        **({} if planned is None else planned.attention_counts),
     }

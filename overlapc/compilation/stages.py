@@ -144,7 +144,7 @@ def _generate(
         program, report = _with_pool(program, report, schedule, lowered)
     # An inner graph is not split: it runs as part of a call of the outer graph.
     parts = split(program) if config.cuda_graphs and not is_inner else None
-    counts = {**counts_of(result), **planned.attention_counts}
+    counts = counts_of(result, planned)
     if planned.copies:
         counts["collectives_by_copies"] = len(planned.copies)
     if planned.not_copied:

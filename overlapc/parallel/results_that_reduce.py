@@ -47,8 +47,10 @@ def only_reduces(gm: GraphModule) -> bool:
     Such a graph should run eagerly. A backward that AOTAutograd made passes zeros to results that the loss does not
     depend on, where eager passes nothing to the code before the break.
     """
-    calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    return bool(calls) and all(node.target in (reduce_with, operator.getitem) for node in calls)
+    if not gm.graph.find_nodes(op="call_function", target=reduce_with):
+        return False
+    known = (reduce_with, operator.getitem)
+    return all(node.op in ("placeholder", "output") or node.target in known for node in gm.graph.nodes)
 
 
 def copy_all_results(gm: GraphModule) -> GraphModule:
