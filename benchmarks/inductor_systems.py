@@ -6,8 +6,8 @@
     inductor-overlap  its overlap scheduling of the ATen graph, which makes buckets of its own; it needs a GPU
     inductor-manual   its bucketing by module: the next block's gathers and the last block's scatters beside a block
 
-All of them use `overlapc.fx.partition`, so that their forward and backward have the same nodes as ours: a group that
-reshards is gathered again in backward, and a parameter's gradient is reduced once.
+All of them use `overlapc.fx.partitioning.partition`, so that their forward and backward have the same nodes as ours: a
+group that reshards is gathered again in backward, and a parameter's gradient is reduced once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_b
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.utils import flop_counter
 
-from overlapc.fx.labels import label_of
-from overlapc.fx.partition import partition
+from overlapc.fx.comm.labels import label_of
+from overlapc.fx.partitioning.partition import partition
 
 SYSTEMS = ("inductor", "inductor-raise", "inductor-sink", "inductor-overlap", "inductor-manual")
 RAISE, SINK = "reorder_communication_preserving_peak_memory", "sink_waits_iterative"

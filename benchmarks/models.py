@@ -19,9 +19,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
-from overlapc.fx.canonical import canonicalize
+from overlapc.fx.comm.canonical import canonicalize
 from overlapc.fx.decompositions import decompositions
-from overlapc.fx.partition import partition
+from overlapc.fx.partitioning.partition import partition
 from overlapc.ir.ops import LoweredGraph
 from overlapc.launch.llama import Block, Llama, LlamaConfig, rotary_tables
 from overlapc.lowering import lower

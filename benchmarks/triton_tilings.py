@@ -39,7 +39,7 @@ from overlapc.codegen.triton.tiling import Tiling
 from overlapc.errors import OverlapcError
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.work import work_of
-from overlapc.fx.canonical import canonicalize
+from overlapc.fx.comm.canonical import canonicalize
 from overlapc.fx.random import draw_once
 from overlapc.ir.body import Body
 from overlapc.ir.ops import Loops, LoweredGraph

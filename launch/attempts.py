@@ -16,7 +16,7 @@ from types import TracebackType
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
-from overlapc.estimators.agreement.departures import RUN_DIR
+from overlapc.agreement.departures import RUN_DIR
 from overlapc.launch.stall import StallWatch
 from overlapc.launch.watch_ranks import Watch, forget
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlapc.agreement.departures import RUN_DIR, rank_dir
 from overlapc.errors import ConfigError
-from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
 from overlapc.estimators.calibration.effort import Effort
 from overlapc.estimators.calibration.measure_machine import Measurement
 from overlapc.estimators.calibration.quick_profile import (

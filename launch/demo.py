@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 import overlapc
 from overlapc import parallel
+from overlapc.agreement.departures import RUN_DIR, rank_dir
 from overlapc.errors import ConfigError, OverlapcError
-from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
 from overlapc.launch import corpus
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
 from overlapc.launch.torchrun import check_world

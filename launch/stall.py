@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from overlapc.estimators.agreement.departures import rank_dir
+from overlapc.agreement.departures import rank_dir
 from overlapc.launch.watching import WatchThread
 
 SECONDS = "OVERLAPC_WATCHDOG_S"  # variable by which the launching process tells its ranks the time limit

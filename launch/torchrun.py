@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overlapc.agreement.departures import Departure, rank_dir
 from overlapc.errors import ConfigError, OverlapcError
-from overlapc.estimators.agreement.departures import Departure, rank_dir
 from overlapc.launch.environment import environment
 from overlapc.launch.stall import SECONDS
 

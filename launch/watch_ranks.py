@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from overlapc.estimators.agreement.departures import ENDED, Departure, departures, rank_dir
+from overlapc.agreement.departures import ENDED, Departure, departures, rank_dir
 from overlapc.launch.watching import WatchThread
 
 _PID, _FINISHED = "pid", "finished"  # files of a rank

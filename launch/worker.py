@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from overlapc.agreement.departures import RUN_DIR, rank_dir
 from overlapc.errors import ConfigError, OverlapcError, ToolchainError
-from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
 from overlapc.launch.stall import SECONDS, report_steps
 from overlapc.launch.torchrun import RankError
 from overlapc.launch.watch_ranks import finished, started

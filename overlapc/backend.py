@@ -20,9 +20,9 @@ from torch.fx import GraphModule
 
 from overlapc.config import Config
 from overlapc.errors import ConfigError, OverlapcError
-from overlapc.fx import untraceable_changes, untraceable_ops
-from overlapc.fx.addcdiv import restore_addcdiv
-from overlapc.fx.function_results import separate_results
+from overlapc.fx.captured import untraceable_changes, untraceable_ops
+from overlapc.fx.captured.addcdiv import restore_addcdiv
+from overlapc.fx.captured.function_results import separate_results
 from overlapc.fx.versions.dynamo import compile_id, compiled_autograd
 from overlapc.fx.versions.graphs import copied_capture
 from overlapc.fx.versions.sharding import runs_under_ddp, runs_under_fsdp2

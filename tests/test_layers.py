@@ -10,7 +10,7 @@ from pathlib import Path
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
-EVERYBODYS = {"errors", "units", "gc_paused", "stack_room", "when_imported", "documents"}
+EVERYBODYS = {"errors", "units", "gc_paused", "stack_room", "when_imported", "documents", "graph_names"}
 
 
 def allowed() -> dict[str, set[str]]:

@@ -99,11 +99,11 @@ def test_the_installed_wheel_imports_and_reads_its_data(wheel: Path, tmp_path: P
     target = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(target)  # what installing a pure-Python wheel into a target does
     program = f"""
-import overlapc, overlapc.passes, overlapc.launch, overlapc.estimators.agreement.rank_agreement
+import overlapc, overlapc.passes, overlapc.launch, overlapc.agreement.rank_agreement
 from importlib.metadata import entry_points
 from pathlib import Path
 site = Path({str(target)!r})
-for module in (overlapc, overlapc.passes, overlapc.launch, overlapc.estimators.agreement.rank_agreement):
+for module in (overlapc, overlapc.passes, overlapc.launch, overlapc.agreement.rank_agreement):
     assert site in Path(module.__file__).parents, module.__file__
 found = entry_points(group="torch_dynamo_backends", name="overlapc")
 assert {{entry.value for entry in found}} == {{"overlapc.backend:overlapc"}}, found

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from overlapc.agreement.rank_agreement import GraphAgreement
 from overlapc.autotune.cached_times import CachedTimes
 from overlapc.autotune.search import Trial, explore, trials_of
 from overlapc.autotune.timing import measure
 from overlapc.codegen.generators import KernelSource
-from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.ir.ops import LoweredGraph
 from overlapc.schedule.model import Estimate, Node, Schedule
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from overlapc.codegen.program import Call, Launch, Program
-from overlapc.fx.rng_state import draws_nothing
+from overlapc.fx.partitioning.rng_state import draws_nothing
 from overlapc.fx.versions.sharding import group_name_of
 from overlapc.ir.ops import Extern, Handle, Layout, inputs_of, sees_where_memory_begins, tree_leaves, views_in
 from overlapc.runtime.collective_ops import backend_of

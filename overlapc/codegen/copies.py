@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from overlapc.errors import ScheduleError
-from overlapc.fx.exchange import EXCHANGE, blocks_of
+from overlapc.fx.comm.exchange import EXCHANGE, blocks_of
 from overlapc.ir.ops import Start as StartOp
 from overlapc.runtime.copies.layout import Event, Layout, Release, Start, Take, check, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, StoredCopies, Wanted

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from overlapc.fx.stamps import FakesAlike, is_plain
+from overlapc.fx.equal_layers.stamps import FakesAlike, is_plain
 
 
 def results_of(gm: GraphModule) -> Callable[..., Any]:

@@ -4,9 +4,10 @@
     traced instead:    x = run_block(0, 0, x, w0); x = run_block(0, 1, x, w1); …      and layers.0 by itself
     joint graph:       forward of layers.0, of layers.1, …, backward of layers.1, of layers.0, each with its own names
 
-`Folded` replaces equal stretches of the graph by calls (fx/blocks.py). AOTAutograd traces each call as one op in
-forward and one in backward. Before the joint graph is partitioned, `Folded.unfold` replaces these ops by the block's
-own nodes (fx/stamps.py), so that every later stage sees the same graph as if each block had been traced.
+`Folded` replaces equal stretches of the graph by calls (fx/equal_layers/blocks.py). AOTAutograd traces each call as one
+op in forward and one in backward. Before the joint graph is partitioned, `Folded.unfold` replaces these ops by the
+block's own nodes (fx/equal_layers/stamps.py), so that every later stage sees the same graph as if each block had been
+traced.
 
 Where this is not possible, blocks are traced one by one: see the reasons of `Unfit`.
 """
@@ -24,9 +25,17 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from overlapc.fx.blocks import Call, Stretch, Unfit, as_module, equal_blocks, read_originals, replace_by_calls
-from overlapc.fx.labels import KEY
-from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy, number_checkpoints
+from overlapc.fx.comm.labels import KEY
+from overlapc.fx.equal_layers.blocks import (
+    Call,
+    Stretch,
+    Unfit,
+    as_module,
+    equal_blocks,
+    read_originals,
+    replace_by_calls,
+)
+from overlapc.fx.equal_layers.stamps import Names, Stamp, TracedBlock, append_copy, number_checkpoints
 from overlapc.fx.subgraphs import carried
 from overlapc.fx.versions.changes import contiguous_tangents
 from overlapc.fx.versions.graphs import copied_capture

@@ -20,27 +20,22 @@ from torch.fx import GraphModule
 from overlapc.compilation.tracing import Partition
 from overlapc.config import Config
 from overlapc.estimators.user_times import EarlierRun
-from overlapc.fx.collectives import find_collectives
+from overlapc.fx.comm.collectives import find_collectives
 from overlapc.fx.graph_copy import copied
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
-from overlapc.fx.partition import gathered_again, partition
+from overlapc.fx.partitioning.partition import gathered_again, partition
 from overlapc.fx.subgraphs import subgraphs
 from overlapc.fx.versions.dynamo import ends_in_break
+from overlapc.graph_names import BACKWARD, FORWARD, graph_name
 from overlapc.parallel.separate_blocks import compiled_alone
 from overlapc.passes.base import Context
-from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Captured, forget_before_reset, key_of, to_follow
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.dumps import Dumps
+from overlapc.planning.fused_ops import device_types
+from overlapc.planning.graph_planner import BESIDE_POOLS, Planned, described
 from overlapc.planning.keep_gathered import Step, kept_gathers
-from overlapc.planning.plan_graph import (
-    BESIDE_POOLS,
-    described,
-    device_types,
-    peers_of_graph,
-    plan_graph,
-    without_measuring_kernels,
-)
+from overlapc.planning.plan_graph import peers_of_graph, plan_graph, without_measuring_kernels
 from overlapc.planning.rank_notes import notes_of
 from overlapc.planning.transports import rank_in_graphs
 from overlapc.report.kept_gathered import NO_BUDGET, SWITCHED_OFF, GatherChoice
@@ -186,8 +181,8 @@ class _Choice:
 
     def _planned(self) -> tuple[tuple[str, ...], str, int]:
         with phase("graph"):
-            forward = self._schedule(self.forward, f"forward_{self.number}")
-            backward = self._schedule(self.backward, f"backward_{self.number}")
+            forward = self._schedule(self.forward, graph_name(FORWARD, self.number))
+            backward = self._schedule(self.backward, graph_name(BACKWARD, self.number))
             with phase("passes"):
                 step = Step.of(forward, backward)
                 kept, why = kept_gathers(step, self.gathers)
@@ -195,24 +190,18 @@ class _Choice:
 
     def _schedule(self, gm: GraphModule, name: str) -> tuple[Schedule, Context]:
         """Return the schedule of `gm` before the passes, and their context. `gm` is not changed."""
-        given: list[tuple[Schedule, Context]] = []
-
-        def note(schedule: Schedule, ctx: Context) -> Result:
-            given.append((schedule, replace(ctx, dump=None)))
-            return run_pipeline(schedule, replace(ctx, passes=(), stop_after=None, dump=None))
-
         config = replace(self.config, dump=frozenset(), debug=frozenset())
-        plan_graph(
+        planned = plan_graph(
             GraphModule(gm, copied(gm.graph)),
             config=config,
             name=name,
             dumps=Dumps(config, name),
             inner_estimates=EarlierRun({}),
-            passes=note,
             will_run=self.will_run,
-            for_partitioning=True,
+            schedule_only=True,
         )
-        return given[-1]
+        assert isinstance(planned, Planned), "no cached graph was given"
+        return planned.scheduled.schedule, planned.scheduled.context
 
     def _place_on_disk(self) -> str | None:
         """Return the cache key of the choice, or None if it cannot be cached."""

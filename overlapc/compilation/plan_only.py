@@ -19,10 +19,11 @@ from overlapc.compilation.recording import counts_of, record_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.passes.base import Context
-from overlapc.passes.run import Result, run_pipeline
+from overlapc.passes.run import Result
 from overlapc.planning.dumps import Dumps
+from overlapc.planning.graph_planner import Planned
 from overlapc.planning.keep_gathered import Step, kept_gathers
-from overlapc.planning.plan_graph import Passes, Planned, plan_graph, without_measuring_kernels
+from overlapc.planning.plan_graph import plan_graph, without_measuring_kernels
 from overlapc.report import record
 from overlapc.report.kept_gathered import NO_BUDGET, SWITCHED_OFF, GatherChoice
 from overlapc.runtime.counters import count
@@ -79,22 +80,24 @@ def _schedule_only(
     gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str, on_schedule: OnSchedule
 ) -> Callable[..., Any]:
     """Run the stages of `_plan_only` that come before the passes."""
-
-    def hand_over(schedule: Schedule, ctx: Context) -> Result:
-        on_schedule(schedule, ctx)
-        return run_pipeline(schedule, replace(ctx, passes=(), stop_after=None, dump=None))
-
-    _plan(gm, config, name, hand_over)
+    scheduled = _plan(gm, config, name, schedule_only=True).scheduled
+    on_schedule(scheduled.schedule, scheduled.context)
     return make_boxed_func(results_of(gm))
 
 
-def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Planned:
+def _plan(gm: GraphModule, config: Config, name: str, schedule_only: bool = False) -> Planned:
     # The plan is for another machine: measurements on this one say nothing about it.
     config = replace(without_measuring_kernels(config), measure_matmuls=False)
     of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_inner))
     dumps = Dumps(config, name)
     planned = plan_graph(
-        gm, config=config, name=name, dumps=dumps, inner_estimates=of_inner, passes=passes, will_run=False
+        gm,
+        config=config,
+        name=name,
+        dumps=dumps,
+        inner_estimates=of_inner,
+        will_run=False,
+        schedule_only=schedule_only,
     )
     assert isinstance(planned, Planned), "no cached graph was given"
     return planned

@@ -8,7 +8,7 @@ from dataclasses import replace
 from overlapc.fusion.to_schedule import op_name
 from overlapc.ir.ops import Extern, Start
 from overlapc.passes.run import Result
-from overlapc.planning.plan_graph import Planned
+from overlapc.planning.graph_planner import Planned
 from overlapc.report.graph_record import graph_record
 from overlapc.report.kept_gathered import GatherChoice, with_gathers
 from overlapc.report.model import GraphRecord

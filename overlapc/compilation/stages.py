@@ -27,11 +27,14 @@ from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
 from overlapc.fx.versions.dynamo import compiled_autograd
+from overlapc.graph_names import kind_of
 from overlapc.ir.ops import LoweredGraph
 from overlapc.lowering import provenance
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.dumps import Dumps
-from overlapc.planning.plan_graph import Planned, Reused, collective_lines, device_types, plan_graph
+from overlapc.planning.fused_ops import device_types
+from overlapc.planning.graph_planner import Planned, collective_lines
+from overlapc.planning.plan_graph import Reused, plan_graph
 from overlapc.planning.transports import rank_in_graphs
 from overlapc.report import record
 from overlapc.report.held_memory import inputs
@@ -75,7 +78,7 @@ def compile_graph(
         key = _graph_key(gm, config, name)
         built = _build(gm, config, name, key=key)
     if watch is not None:
-        watch.compiled(name.split("_")[0], gm, built.call, key if built.cached else None)
+        watch.compiled(kind_of(name), gm, built.call, key if built.cached else None)
     return built.call
 
 
@@ -132,12 +135,12 @@ def _generate(
     planned: Planned, inner: Mapping[GraphModule, Built], config: Config, is_inner: bool, choice: GatherChoice
 ) -> Generated:
     """Generate the kernels, and the program that launches them."""
-    result, lowered, tuning = planned.result, planned.lowered, planned.tuning
+    result, lowered, tuning = planned.result, planned.scheduled.lowered, planned.scheduled.tuning
     schedule = result.schedule
     for constant, module in lowered.constants.items():
         if isinstance(module, GraphModule) and module in inner:
             lowered.constants[constant] = inner[module].module or inner[module].call
-    sources = generate_kernels(schedule, planned.sources)
+    sources = generate_kernels(schedule, planned.scheduled.sources)
     program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
     report = _with_shared_memory(record_of(result, choice, planned), planned)
     if config.memory == "pool":
@@ -219,7 +222,7 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
         if forward is not None:
             given = {name: buffer.bytes for name, buffer in inputs(forward).items()}
             memory = str((given, forward.peak_bytes, forward.pool_bytes))
-        return graph_key(gm, name.split("_")[0], *context, memory, choice_of(gm).why)
+        return graph_key(gm, kind_of(name), *context, memory, choice_of(gm).why)
     except NotCacheable as reason:
         count(f"graph not cached: {reason}")
         return None

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.compilation.folded_blocks import Folded
 from overlapc.config import Config
-from overlapc.fx.aliased_outputs import views_outside
-from overlapc.fx.attention_masks import drop_masks
-from overlapc.fx.blocks import Unfit
+from overlapc.fx.captured.aliased_outputs import views_outside
 from overlapc.fx.decompositions import decompositions
-from overlapc.fx.partition import partition
+from overlapc.fx.equal_layers.blocks import Unfit
+from overlapc.fx.masks.attention_masks import drop_masks
+from overlapc.fx.partitioning.partition import partition
 from overlapc.fx.supported_torch import check_torch_version
 from overlapc.fx.versions.changes import (
     checkpoints_without_backward,
@@ -29,6 +29,7 @@ from overlapc.fx.versions.changes import (
 )
 from overlapc.fx.versions.dynamo import compiled_autograd
 from overlapc.gc_paused import gc_paused
+from overlapc.graph_names import BACKWARD, FORWARD, INFERENCE, graph_name
 from overlapc.passes.runner import select
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
@@ -82,9 +83,9 @@ def _traced(
         keep_inference_input_mutations=True,
     )
     compilers: dict[str, Any] = {
-        "fw_compiler": partial(compile_graph, config=config, name=f"forward_{number}"),
-        "bw_compiler": _hidden(partial(compile_graph, config=config, name=f"backward_{number}")),
-        "inference_compiler": partial(compile_graph, config=config, name=f"inference_{number}"),
+        "fw_compiler": partial(compile_graph, config=config, name=graph_name(FORWARD, number)),
+        "bw_compiler": _hidden(partial(compile_graph, config=config, name=graph_name(BACKWARD, number))),
+        "inference_compiler": partial(compile_graph, config=config, name=graph_name(INFERENCE, number)),
     }
     divide = phase("partition")(divide)
     # The garbage collector is paused: tracing creates many objects, and all of them stay alive.

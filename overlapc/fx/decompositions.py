@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, statically_known_true
 
-from overlapc.fx.drawn import drawn_decompositions, draws
+from overlapc.fx.captured.drawn import drawn_decompositions, draws
 from overlapc.fx.random import random_decompositions
 from overlapc.fx.result_layouts import is_expanded, laid_out_as_eager
 from overlapc.fx.sizes import same_sizes

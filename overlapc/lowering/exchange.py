@@ -7,7 +7,7 @@ import functools
 import sympy
 import torch
 
-from overlapc.fx.exchange import SUM_OF_PARTS
+from overlapc.fx.comm.exchange import SUM_OF_PARTS
 from overlapc.ir.body import Value, op
 from overlapc.ir.ops import View
 from overlapc.lowering.context import Lowering

@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from overlapc.errors import CompileError, OverlapcError
-from overlapc.fx.communication import is_wait
+from overlapc.fx.comm.communication import is_wait
 from overlapc.fx.control import done, order_of
 from overlapc.fx.precision import note_coarse_once
 from overlapc.fx.subgraphs import carries_graphs

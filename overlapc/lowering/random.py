@@ -57,7 +57,7 @@ def seeds(context: Lowering, count: int, device: torch.device) -> Any:
 
 @lowers_by_name("overlapc.drawn.default")
 def drawn(context: Lowering, number: View) -> None:
-    """Generate no code: the draw itself is a call with an effect, which stays in its place (fx/drawn.py)."""
+    """Generate no code: the draw itself is a call with an effect, which stays in its place (fx/captured/drawn.py)."""
 
 
 @lowers_by_name("overlapc.uniform.default")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from overlapc.errors import OverlapcError
-from overlapc.fx.claim import CLAIM
+from overlapc.fx.comm.claim import CLAIM
+from overlapc.fx.comm.taken_out import TAKEN_OUT
 from overlapc.fx.random import ops as our_ops
-from overlapc.fx.taken_out import TAKEN_OUT
 
 aten = torch.ops.aten
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 from overlapc.errors import ConfigError
-from overlapc.fx.claim import CLAIM
-from overlapc.fx.labels import ParamLabel, annotate
+from overlapc.fx.comm.claim import CLAIM
+from overlapc.fx.comm.labels import ParamLabel, annotate
 from overlapc.fx.versions.changes import only_in_backward
 from overlapc.runtime.collective_ops import backend_of, gloo_all_gather
 
@@ -288,7 +288,7 @@ def reduce_with(
     """Return `outputs`; a backward from any of them also reduces the `pending` gradients of gathered parameters, once.
 
     The sharded parameters receive these gradients in addition to those of the step; in a compiled graph the two are
-    added up first and reduced once (`fx.gathers.merge_reductions`).
+    added up first and reduced once (`fx.comm.gathers.merge_reductions`).
 
     wanted: a single bool, see `fx.claim`. end: an empty leaf that gets a gradient at the end of backward.
     """

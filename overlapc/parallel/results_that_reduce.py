@@ -7,8 +7,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from overlapc.fx.in_place import changed_by
-from overlapc.fx.wrapped import memory_of
+from overlapc.fx.captured.in_place import changed_by
+from overlapc.fx.captured.wrapped import memory_of
 from overlapc.parallel.gather import reduce_with
 
 

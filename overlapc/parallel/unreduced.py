@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from overlapc.fx.claim import claimed
+from overlapc.fx.comm.claim import claimed
 from overlapc.parallel.gather import ShardedParam, accumulate_reduced, due, reduce_with, unsynced_leaf
 
 # Maps the key of a ShardedParam to the sharded parameter and its full gradient, which is not reduced yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from overlapc.errors import CompileError
-from overlapc.fx.in_place import changed_by, memory_of
+from overlapc.fx.captured.in_place import changed_by, memory_of
 from overlapc.fx.source import user_line
 from overlapc.parallel.gather import param_of, unshard
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch._guards import CompileContext
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
-from overlapc.estimators.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
+from overlapc.graph_names import kind_of
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.runtime.cache import content_key
 from overlapc.schedule.model import Comm
@@ -64,7 +65,7 @@ def key_of(name: str, options: object) -> Key | None:
     compile_id = CompileContext.current_compile_id()
     if compile_id is None or compile_id.frame_id is None:
         return None
-    return compile_id.frame_id, name.split("_")[0], repr(options)
+    return compile_id.frame_id, kind_of(name), repr(options)
 
 
 def to_follow(known: Sequence[Known], captured: Captured, peers: Peers) -> Followed[Known] | None:

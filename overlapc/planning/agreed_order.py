@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from overlapc.errors import CompileError
-from overlapc.fx.taken_out import TAKEN_OUT
+from overlapc.fx.comm.taken_out import TAKEN_OUT
 from overlapc.ir.ops import Extern
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from overlapc.agreement.rank_agreement import GraphAgreement
 from overlapc.codegen.compiled_graph import CompiledGraph
 from overlapc.config import Config
 from overlapc.errors import NoSharedMemory
-from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.planning.copy_reach import CopyReach
 from overlapc.planning.host_groups import divided_again, still_divided
 from overlapc.runtime.copies.command_queues import unsupported

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from overlapc.agreement.rank_agreement import GraphAgreement
 from overlapc.config import Config
-from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.planning.host_groups import hosts_of, process_groups
 from overlapc.runtime.copies.commands import MOST_RANKS
 from overlapc.runtime.copies.shared_memory import FOLDER

@@ -9,16 +9,16 @@ from functools import partial
 import torch
 from torch.fx import GraphModule, Node
 
+from overlapc.agreement.rank_agreement import GraphAgreement
 from overlapc.autotune.fusions import KernelTimes
 from overlapc.autotune.product_choice import ProductTimes, choice
 from overlapc.codegen import generators
 from overlapc.config import Config
-from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.fusion import FusionReport, combine, fuse_before_combining, fuse_ops
-from overlapc.fx.gathers import shard_pads
+from overlapc.fx.comm.gathers import shard_pads
+from overlapc.fx.comm.taken_out import TAKEN_OUT
+from overlapc.fx.equal_layers.repeats import KEPT, Repeats, find_repeats, place_results
 from overlapc.fx.precision import is_coarse, note_coarse_once
-from overlapc.fx.repeats import KEPT, Repeats, find_repeats, place_results
-from overlapc.fx.taken_out import TAKEN_OUT
 from overlapc.ir.body import Body
 from overlapc.ir.ops import LoweredGraph, tree_leaves
 from overlapc.lowering import Communication, lower

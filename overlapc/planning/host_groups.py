@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from overlapc.fx.group_names import OURS
+from overlapc.fx.comm.group_names import OURS
 from overlapc.fx.versions.sharding import resolve_group
 from overlapc.runtime.copies.pool import timeout_s
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule
 
+from overlapc.agreement.meeting import STEPS as STEPS_SO_FAR
 from overlapc.config import NOT_IN_KEY, Config
-from overlapc.estimators.agreement.meeting import STEPS as STEPS_SO_FAR
 from overlapc.runtime.steps import STEPS
 from overlapc.runtime.toolchain import triton_version
 

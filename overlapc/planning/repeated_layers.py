@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from overlapc.fusion.deps import output_buffers
-from overlapc.fx.repeats import KEPT, Repeats
+from overlapc.fx.equal_layers.repeats import KEPT, Repeats
 from overlapc.ir.ops import (
     Attention,
     Combo,

@@ -20,15 +20,22 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from overlapc.agreement.rank_agreement import GraphAgreement
 from overlapc.codegen.copies import Copied, Copying, copying
 from overlapc.config import Config
-from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.from_profile import from_profile
 from overlapc.fx.arguments import argument
-from overlapc.fx.collectives import Collective, find_collectives
-from overlapc.fx.communication import group_of, is_collective
-from overlapc.fx.exchange import EXCHANGE, RankInGroup, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
+from overlapc.fx.comm.collectives import Collective, find_collectives
+from overlapc.fx.comm.communication import group_of, is_collective
+from overlapc.fx.comm.exchange import (
+    EXCHANGE,
+    RankInGroup,
+    exchange_reductions,
+    gather_by_hosts,
+    refusal,
+    travelling_bytes,
+)
 from overlapc.planning.copy_reach import CopyReach
 from overlapc.planning.host_groups import DividedGroup, divided
 from overlapc.runtime.copies.command_queues import unsupported
@@ -286,7 +293,7 @@ def unit_of(comm: Comm) -> Unit:
 
 
 def rank_in_graphs(config: Config) -> str:
-    """Return the part of a cache key that distinguishes ranks: with copies, their graphs differ (`fx/exchange.py`)."""
+    """Return what distinguishes ranks in a cache key: with copies, their graphs differ (fx/comm/exchange.py)."""
     return "" if config.transport == LIBRARY_ONLY or not dist.is_initialized() else f"rank {dist.get_rank()}"
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
+from overlapc.graph_names import forward_of
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.report.parsed_schedules import schedule_of
 from overlapc.schedule.model import Buffer
 from overlapc.units import human_bytes
-
-_BACKWARD = re.compile(r"backward_(\d+)$")
 
 
 def step_peak_bytes(step: StepRecord) -> int:
@@ -20,7 +18,7 @@ def step_peak_bytes(step: StepRecord) -> int:
 
 def peak_parts(step: StepRecord) -> str:
     """Describe what `step_peak_bytes` includes besides the tensors of graphs and what it omits; "" for inference."""
-    trains = [times for graph, times in step.called if _BACKWARD.match(graph.name)]
+    trains = [times for graph, times in step.called if forward_of(graph.name)]
     parts = []
     in_graphs = graphs_peak_bytes(step)
     if step.update_peak_bytes > in_graphs:
@@ -56,12 +54,6 @@ def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:
         held = 0 if forward is None else held_bytes(inputs(forward), inputs(graph))
         found[graph.name] = graph.peak_bytes + shared_bytes - graph.pool_bytes + held
     return found
-
-
-def forward_of(name: str) -> str:
-    """Return the name of the forward that belongs to a backward; "" for any other graph."""
-    match = _BACKWARD.match(name)
-    return f"forward_{match[1]}" if match else ""
 
 
 def held_bytes(given: Mapping[str, Buffer], taken: Mapping[str, Buffer]) -> int:

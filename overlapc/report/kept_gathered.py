@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from overlapc.estimators.timeline import Timeline, simulated_ns
+from overlapc.graph_names import is_forward
 from overlapc.passes.records import CollectiveRecord
 from overlapc.passes.run import Result
 from overlapc.report.model import CollectiveRow, GraphRecord, KeptGather, RepeatedGather, StepRecord
@@ -35,7 +36,7 @@ class GatherChoice:
 
 def with_gathers(graph: GraphRecord, result: Result, choice: GatherChoice) -> GraphRecord:
     """Return `graph`, the record of `result`, with its kept gathers (a forward) or repeated gathers (a backward)."""
-    if graph.name.startswith("forward"):
+    if is_forward(graph.name):
         return replace(graph, kept_gathers=tuple(_kept(graph, result, choice.kept)))
     saved_ns = saved_by_launch(result.after, result.collectives, choice.again)
     if not saved_ns:

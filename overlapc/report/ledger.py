@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.estimators.profiles.profile_file import profile_from_json
+from overlapc.graph_names import is_backward, is_forward
 from overlapc.report.advice import OF_ORDER, Cause, Exposure, exposed_is_measured, exposures
 from overlapc.report.held_memory import peak_parts, step_peak_bytes
 from overlapc.report.kept_gathered import saved_by_keeping, savings_text
@@ -169,11 +170,11 @@ def _kind(node: Node) -> tuple[str, str]:
 
 def recomputed_ns(step: StepRecord) -> float:
     """Return the time (without contention) of backward's compute nodes all of whose ops are also in the forward."""
-    forwards = {graph.number: graph for graph, _ in step.called if graph.name.startswith("forward")}
+    forwards = {graph.number: graph for graph, _ in step.called if is_forward(graph.name)}
     found_ns = 0.0
     for graph, times in step.called:
         forward = forwards.get(graph.number)
-        if forward is None or not graph.name.startswith("backward"):
+        if forward is None or not is_backward(graph.name):
             continue
         known = {op for node in schedule_of(forward).nodes for op in node.origin.fx}
         for node in schedule_of(graph).nodes:

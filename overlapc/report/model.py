@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from overlapc.graph_names import INFERENCE, kind_of, number_of
 from overlapc.units import MOST_BYTES, MOST_NS
 
 # Limits that `record.load` checks. Differences of times may be below zero by a rounding error.
@@ -157,13 +158,12 @@ class GraphRecord:
     @property
     def infers(self) -> bool:
         """Whether the graph is a forward without a backward."""
-        return self.name.startswith("inference")
+        return kind_of(self.name) == INFERENCE
 
     @property
     def number(self) -> int | None:
         """The number of the graph's `Capture`; None if the name was not given by the backend."""
-        _, _, digits = self.name.rpartition("_")
-        return int(digits) if digits.isdecimal() else None
+        return number_of(self.name)
 
     @property
     def exposed_before_ns(self) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from overlapc.graph_names import is_backward
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
 from overlapc.report.parsed_schedules import schedule_of
 from overlapc.schedule.memory import analyze
@@ -43,8 +44,8 @@ def sequence(step: StepRecord) -> list[GraphRecord]:
     found: list[GraphRecord] = []
     for turn in range(max((times for _, times in called), default=0)):
         due = [graph for graph, times in called if times > turn and graph not in updates]
-        found += [graph for graph in due if not graph.name.startswith("backward")]
-        found += [graph for graph in reversed(due) if graph.name.startswith("backward")]
+        found += [graph for graph in due if not is_backward(graph.name)]
+        found += [graph for graph in reversed(due) if is_backward(graph.name)]
     return found + updates
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from overlapc import documents
 from overlapc.errors import ConfigError, OverlapcError
+from overlapc.graph_names import forward_of
 from overlapc.report.captures import CAPTURES
-from overlapc.report.held_memory import forward_of
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.runtime.steps import STEPS
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import Node
 
 from overlapc.errors import OverlapcError
-from overlapc.fx.group_names import ranks_of
+from overlapc.fx.comm.group_names import ranks_of
 from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions.sharding import group_name_of, resolve_group
 from overlapc.fx.versions.tensors import size_hint

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from overlapc.codegen.compiled_graph import CompiledGraph
 from overlapc.config import Config
+from overlapc.graph_names import graph_name, kind_of
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.report import record
 from overlapc.runtime.copies.pool import GraphCopies
@@ -76,8 +77,8 @@ def _from_cache(
     compiled: CompiledGraph, copies: Mapping[str, GraphCopies], *, config: Config, number: int
 ) -> Callable[[list[Any]], Any]:
     """Make a graph of a cached step callable."""
-    kind = compiled.name.split("_")[0]
-    return make_callable(compiled, config, f"{kind}_{number}", time.perf_counter(), found="step", copies=copies)
+    name = graph_name(kind_of(compiled.name), number)
+    return make_callable(compiled, config, name, time.perf_counter(), found="step", copies=copies)
 
 
 def load_step(

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.versions.step_metadata import StepMetadata, dtensor_step_metadata, mark_dynamic, step_metadata
+from overlapc.graph_names import BACKWARD, FORWARD
 from overlapc.runtime.counters import count
 from overlapc.runtime.dtensors import Borders, KnownDTensors, Remade, giving_dtensors, taking_dtensors
 from overlapc.runtime.step import Call, StepPlan, step_function
@@ -83,11 +84,11 @@ class StepWatch:
     def compiled(self, kind: str, gm: GraphModule, call: Call, key: str | None) -> None:
         """Note that a graph of the step was compiled; `key` is its cache key, or None if it was not cached."""
         graph = _Graph.of(gm, call)
-        if kind == "backward":
+        if kind == BACKWARD:
             self._backward = graph
         else:
             self._forward = graph
-            self._trains = kind == "forward"
+            self._trains = kind == FORWARD
             self._autocast = torch._C._is_any_autocast_enabled()
             self._hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             self._metadata = step_metadata() if self._plain else None

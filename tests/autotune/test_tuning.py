@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlapc.agreement.rank_agreement import Peers
 from overlapc.autotune import Tuning, timing, tune
 from overlapc.autotune.search import Trial
 from overlapc.autotune.tuning import choose
@@ -27,7 +28,6 @@ from overlapc.codegen.sources import Sources, generate_kernels
 from overlapc.codegen.triton import candidates
 from overlapc.config import Config
 from overlapc.errors import ConfigError, ToolchainError
-from overlapc.estimators.agreement.rank_agreement import Peers
 from overlapc.estimators.calibration import clock
 from overlapc.fusion.to_schedule import to_schedule
 from overlapc.ir.body import Body

@@ -20,8 +20,8 @@ from overlapc.codegen.sources import Sources, generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.to_schedule import to_schedule
-from overlapc.fx.canonical import canonicalize
-from overlapc.fx.collectives import find_collectives
+from overlapc.fx.comm.canonical import canonicalize
+from overlapc.fx.comm.collectives import find_collectives
 from overlapc.lowering import Communication, lower
 from overlapc.runtime.collective_ops import gloo_all_gather
 from tests.codegen.interpreted import triton_on_cpu

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
-from overlapc.fx.labels import label_of
+from overlapc.fx.comm.labels import label_of
+from overlapc.fx.equal_layers.stamps import Names, Stamp, TracedBlock, append_copy
 from overlapc.fx.source import module_path
-from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy
 from overlapc.fx.supported_torch import check_torch_version
 from overlapc.parallel.access import prepare_dynamo
 from overlapc.runtime.counters import counted

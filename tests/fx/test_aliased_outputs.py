@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import GraphModule
 
-from overlapc.fx.aliased_outputs import views_outside
+from overlapc.fx.captured.aliased_outputs import views_outside
 from tests.worlds import fake_world
 
 

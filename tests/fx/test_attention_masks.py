@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
 import overlapc
-from overlapc.fx import attention_masks as rewriting
-from overlapc.fx.attention_masks import KEY, drop_masks
+from overlapc.fx.masks import attention_masks as rewriting
+from overlapc.fx.masks.attention_masks import KEY, drop_masks
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc.fx.canonical import canonicalize
-from overlapc.fx.collectives import find_collectives
-from overlapc.fx.communication import group_of, is_asynchronous, is_collective, is_wait
+from overlapc.fx.comm.canonical import canonicalize
+from overlapc.fx.comm.collectives import find_collectives
+from overlapc.fx.comm.communication import group_of, is_asynchronous, is_collective, is_wait
 
 c10d = torch.ops._c10d_functional
 wait = c10d.wait_tensor

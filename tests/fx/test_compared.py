@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from overlapc.backend import overlapc
 from overlapc.fx.decompositions import decompositions
-from overlapc.fx.partition import partition
-from overlapc.fx.recompute import backward_nodes
+from overlapc.fx.partitioning.partition import partition
+from overlapc.fx.partitioning.recompute import backward_nodes
 
 
 def shares(x: Tensor) -> Tensor:

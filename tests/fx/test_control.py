@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.config import Config
 from overlapc.estimators.user_times import EarlierRun
-from overlapc.fx.canonical import canonicalize
-from overlapc.fx.collectives import find_collectives
+from overlapc.fx.comm.canonical import canonicalize
+from overlapc.fx.comm.collectives import find_collectives
 from overlapc.fx.control import done, inline_control_deps, order_of
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.plan_graph import plan_graph

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc.fx.duplicates import merge_duplicates
+from overlapc.fx.partitioning.duplicates import merge_duplicates
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc.fx.communication import is_asynchronous
-from overlapc.fx.exchange import (
+from overlapc.fx.comm.communication import is_asynchronous
+from overlapc.fx.comm.exchange import (
     EXCHANGE,
     SUM_OF_PARTS,
     RankInGroup,

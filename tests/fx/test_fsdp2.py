@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from overlapc.errors import CompileError
-from overlapc.fx.canonical import canonicalize
-from overlapc.fx.fsdp2 import clean_up
-from overlapc.fx.labels import label_of
+from overlapc.fx.comm.canonical import canonicalize
+from overlapc.fx.comm.fsdp2 import clean_up
+from overlapc.fx.comm.labels import label_of
 from tests.fx import fsdp2_ops
 from tests.fx.fsdp2_ops import empty, fill, gather, reduce
 from tests.parallel.tiny import Recorder, ops

@@ -7,11 +7,11 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlapc.fx.canonical import canonicalize
-from overlapc.fx.collectives import find_collectives
-from overlapc.fx.inferred_labels import infer_labels
-from overlapc.fx.labels import label_of
-from overlapc.fx.pack import CopyCosts, pack
+from overlapc.fx.comm.canonical import canonicalize
+from overlapc.fx.comm.collectives import find_collectives
+from overlapc.fx.comm.inferred_labels import infer_labels
+from overlapc.fx.comm.labels import label_of
+from overlapc.fx.comm.pack import CopyCosts, pack
 from overlapc.fx.source import block_of, module_path
 from tests.parallel.tiny import Recorder, Tiny, batch, fsdp_with_dtensors, tensor_parallel
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlapc.fx import minimum_cut
-from overlapc.fx.minimum_cut import cut_in_parts
+from overlapc.fx.partitioning import minimum_cut
+from overlapc.fx.partitioning.minimum_cut import cut_in_parts
 
 CAPACITIES = st.sampled_from((1.0, 2.0, 3.0, math.inf, math.inf))  # few, so that there are several minimum cuts
 EDGES = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11), CAPACITIES), max_size=30)

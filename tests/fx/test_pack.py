@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlapc.fx.canonical import canonicalize
-from overlapc.fx.collectives import find_collectives
-from overlapc.fx.pack import CopyCosts, pack
+from overlapc.fx.comm.canonical import canonicalize
+from overlapc.fx.comm.collectives import find_collectives
+from overlapc.fx.comm.pack import CopyCosts, pack
 from overlapc.parallel import fully_shard
 from tests.parallel.tiny import Recorder, Tiny, batch, ops
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import overlapc
-from overlapc.fx.conditions import AllOf, AnyOf, NotNegative
-from overlapc.fx.windows import SHORTEST_PIECE, Window, window_of, windowed_attention
+from overlapc.fx.masks.conditions import AllOf, AnyOf, NotNegative
+from overlapc.fx.masks.windows import SHORTEST_PIECE, Window, window_of, windowed_attention
 from overlapc.runtime.counters import counted
 
 LENGTH = 4 * SHORTEST_PIECE

@@ -9,7 +9,7 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlapc.errors import ConfigError
-from overlapc.fx.labels import label_of
+from overlapc.fx.comm.labels import label_of
 from overlapc.parallel import FSDPModule, adopt_fsdp2, fully_shard
 from overlapc.parallel.controls import HINTS, REFUSED
 from overlapc.parallel.gather import ShardedParam

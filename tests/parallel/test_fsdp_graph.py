@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from overlapc.fx.collectives import find_collectives
-from overlapc.fx.labels import label_of
+from overlapc.fx.comm.collectives import find_collectives
+from overlapc.fx.comm.labels import label_of
 from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard
 from overlapc.parallel.gather import unshard, unshard_local
 from tests.parallel.sharded import mesh_1d, shard

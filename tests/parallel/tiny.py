@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from overlapc.fx.partition import partition
+from overlapc.fx.partitioning.partition import partition
 
 VOCAB = 24
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import overlapc
-from overlapc.estimators.agreement.rank_agreement import peers_of
+from overlapc.agreement.rank_agreement import peers_of
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks

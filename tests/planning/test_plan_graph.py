@@ -6,7 +6,7 @@ import pytest
 from torch import fx
 from torch._guards import TracingContext, tracing
 
-from overlapc.planning.plan_graph import _freeable
+from overlapc.planning.graph_planner import _freeable
 
 
 @pytest.fixture

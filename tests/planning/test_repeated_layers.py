@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.config import Config
-from overlapc.fx.repeats import LEAST, Repeats, find_repeats
+from overlapc.fx.equal_layers.repeats import LEAST, Repeats, find_repeats
 from overlapc.ir.ops import LoweredGraph
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import GraphToFuse

@@ -1,0 +1,358 @@
+"""Ranks agree on the graph, on estimates and on the order of collectives, or all stop with the same error.
+
+    with peers_of().agreement("forward", timeout_s=300) as ranks:
+        ranks.agree_on_graph(canonical_lines(graph, label=...))
+        times_ns = ranks.agree_on_medians(measured_ns)
+        ...
+        ranks.agree_on_order(collectives_in_order)
+
+Ranks compare hashes. Only if hashes differ are texts exchanged, one for each hash, to show the first
+difference. An exception that leaves the `with` block stops the other ranks at once, with that reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from overlapc.agreement.graph_text import canonical_lines
+from overlapc.agreement.meeting import Meetings, Notes, differences, name_ranks
+from overlapc.agreement.timed_store import connected
+from overlapc.errors import RanksDisagree
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
+
+__all__ = ["GraphAgreement", "Peers", "canonical_lines", "peers_of", "spanned_ranks"]
+
+_SHOWN_VARIANTS = 4  # different texts that an error shows; further ones are only counted
+_SHOWN_CHARS = 200  # characters of a line that an error shows
+_SAME_CODE = (
+    "every rank must run the same model code on inputs of the same kinds; look for branches on the rank, and for"
+    " batch sizes of 0 or 1 on some ranks only, for which torch traces separate graphs (use drop_last, or pad them)"
+)
+_SAME_OPTIONS = (
+    "the graphs are equal, so the ranks plan them differently: give all ranks the same options (and OVERLAPC_"
+    " variables), the same versions of overlapc and torch, and the same kind of device"
+)
+
+
+class Peers:
+    """The ranks that compile together, from the side of one of them. Counts their compilations."""
+
+    def __init__(
+        self, store: dist.Store | Callable[[], dist.Store], rank: int, ranks: Iterable[int], run: str = ""
+    ) -> None:
+        """run: distinguishes jobs over one store, such as elastic restarts; must be equal on all ranks."""
+        self.meetings = Meetings(store, rank, tuple(ranks), run)
+        self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> entry of each of its graphs, by age
+        self.newest_frame = -1  # Dynamo's number of the latest function that was compiled for the first time
+        self._compilations = itertools.count(1)
+
+    def agreement(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> GraphAgreement:
+        """Return the rank agreement for the next graph. All ranks must call this the same number of times.
+
+        label: kind of graph ("forward"); must be equal on all ranks.
+        timeout_s: how long a rank waits for the others at each point.
+        notes: facts about this rank that an error shows if ranks differ in them.
+        """
+        return GraphAgreement(self.meetings, f"compilation {next(self._compilations)} ({label})", timeout_s, notes)
+
+
+class GraphAgreement:
+    """Rank agreement for one graph; all ranks must call the same methods in the same order.
+
+    Every method either returns on all ranks or raises RanksDisagree with the same text on all of them, because of
+    different contents, different points, a missing rank, or a rank that failed.
+    """
+
+    def __init__(self, meetings: Meetings, name: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> None:
+        self.name = name
+        self._meetings = meetings
+        self._timeout_s = timeout_s
+        self._notes = notes
+
+    def __enter__(self) -> GraphAgreement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, RanksDisagree):
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def fail(self, reason: str) -> None:
+        """Stop the other ranks at their present or next meeting, because this rank cannot continue."""
+        first_line = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+        self._meetings.fail(
+            f"rank {self._meetings.rank} failed in {self.name}: {first_line}"
+            f"\nhint: the whole error is in the output of rank {self._meetings.rank}"
+        )
+
+    def agree_on_graph(self, lines: Sequence[str], cached_order: str = "") -> bool:
+        """Raise RanksDisagree unless all ranks compile the graph that `lines` (see canonical_lines) describe.
+
+        cached_order: a hash of the order of collectives in this rank's cached compilation of the graph; "" if it has
+        none. Return True if all ranks have the same: then all may use it, and need no further agreement.
+        """
+        same = self._agree("graph", "ranks compile different graphs", lines, cached_order.encode(), _common, _SAME_CODE)
+        return bool(same)
+
+    def agree_on_order(self, lines: Sequence[str]) -> None:
+        """Raise RanksDisagree unless all ranks issue the same collectives, one for each of `lines`, in this order."""
+        self._agree("order of collectives", "ranks would issue collectives in different orders", lines)
+
+    def agree_on_medians(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the median over ranks of each value, bitwise equal on every rank; names must be equal on all ranks.
+
+        Raise ValueError for a value that is not finite.
+        """
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} was estimated as {value}; only finite values have a median")
+        return self._agree_on_numbers("estimates", "ranks have estimates of different nodes", values, np.median)
+
+    def agree_on_largest(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the maximum over ranks of each size; sizes must be less than 2^53, and names equal on all ranks."""
+        largest = self._agree_on_numbers("sizes", "ranks have different buffers", sizes, np.max)
+        return {name: int(size) for name, size in largest.items()}
+
+    def _agree_on_numbers(
+        self, stage: str, what: str, values: Mapping[str, float], reduce: Callable[..., Any]
+    ) -> dict[str, float]:
+        """Return each value reduced over ranks by `reduce`, a function like np.median that takes an axis."""
+        names = sorted(values)
+        own = np.array([values[name] for name in names], dtype="<f8").tobytes()
+        agreed = self._agree(stage, what, names, own, partial(_each_value, reduce))
+        return dict(zip(names, np.frombuffer(agreed, dtype="<f8").tolist(), strict=True))
+
+    @property
+    def index_and_count(self) -> tuple[int, int]:
+        """(index of this rank among the ranks that compile together, number of these ranks)."""
+        ranks = self._meetings.ranks
+        return ranks.index(self._meetings.rank), len(ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that compile together, in order."""
+        return self._meetings.ranks
+
+    def exchange(self, stage: str, text: str) -> list[str]:
+        """Exchange texts: return every rank's text at this point, in order of rank."""
+        return list(json.loads(self._agree(stage, "ranks exchange texts", (), text.encode(), _listed)))
+
+    def agree_on_tables(self, tables: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+        """Return, for every name that any rank has, the longest of the ranks' tables; the same on every rank.
+
+        Tables are not merged, because times measured by one rank belong together. Of equally long tables, that of the
+        first rank is returned.
+        """
+        text = zlib.compress(json.dumps(tables).encode(), 1)
+        return dict(json.loads(self._agree("tables", "ranks exchange tables", (), text, _longest)))
+
+    def agree_on_profile(self, profile: DeviceProfile) -> DeviceProfile:
+        """Return one profile for all ranks, with the median of each number, because hosts measure different ones."""
+        data = profile_to_json(profile)
+        agreed = self.agree_on_medians(dict(_numbers(data)))
+        return profile_from_json(_replaced(data, agreed))
+
+    def _agree(
+        self,
+        stage: str,
+        what: str,
+        lines: Sequence[str],
+        extra: bytes = b"",
+        combine: Callable[[Sequence[bytes]], bytes] = b"".join,
+        hint: str = _SAME_OPTIONS,
+    ) -> bytes:
+        """Return `combine` of every rank's `extra`, in order of rank. Raise RanksDisagree if any `lines` differ."""
+        at = f"{self.name}, {stage}"
+        digest = _digest(lines)
+        answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s, notes=self._notes)
+        head, _, combined = answer.partition(b"\n")
+        comparison = json.loads(head)
+        if comparison["digest"] == digest.decode():
+            return combined
+        if comparison["digest"]:
+            raise RanksDisagree(
+                f"{at}: the store holds the answer of another job\n"
+                "hint: start each job with a store of its own (another port or file)"
+            )
+        variants: list[list[int]] = comparison["variants"]
+        speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
+        own = json.dumps([dict(self._notes), list(lines)]).encode()
+        text = zlib.compress(own, 1) if self._meetings.rank in speakers else b""
+        split = " against ".join(name_ranks(ranks) for ranks in variants[:_SHOWN_VARIANTS])
+        explain = partial(_explain, f"{at}: {what}", hint, variants)
+        self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
+        raise AssertionError("a meeting about a difference cannot agree")
+
+
+def _digest(lines: Sequence[str]) -> bytes:
+    """Return the hash of lines as 64 hexadecimal digits."""
+    running = hashlib.sha256()
+    for line in lines:
+        running.update(line.encode())
+        running.update(b"\0")
+    return running.hexdigest().encode()
+
+
+def _compare(combine: Callable[[Sequence[bytes]], bytes], values: Mapping[int, bytes]) -> bytes:
+    """Return the common digest with the combined values, or else the ranks of each digest, most frequent first."""
+    by_digest: dict[bytes, list[int]] = {}
+    for rank in sorted(values):
+        by_digest.setdefault(values[rank][:64], []).append(rank)
+    if len(by_digest) == 1:
+        (digest,) = by_digest
+        return (
+            json.dumps({"digest": digest.decode()}).encode()
+            + b"\n"
+            + combine([values[rank][64:] for rank in sorted(values)])
+        )
+    variants = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    return json.dumps({"digest": "", "variants": variants}).encode()
+
+
+def _common(values: Sequence[bytes]) -> bytes:
+    """Return the contribution of the ranks if all are equal, else b""."""
+    return values[0] if len(set(values)) == 1 else b""
+
+
+def _each_value(reduce: Callable[..., Any], columns: Sequence[bytes]) -> bytes:
+    """Reduce the rows of values of all ranks to one row."""
+    table = np.frombuffer(b"".join(columns), dtype="<f8").reshape(len(columns), -1)
+    return bytes(reduce(table, axis=0).astype("<f8").tobytes())
+
+
+def _listed(values: Sequence[bytes]) -> bytes:
+    return json.dumps([text.decode() for text in values]).encode()
+
+
+def _longest(values: Sequence[bytes]) -> bytes:
+    longest: dict[str, dict[str, float]] = {}
+    for text in values:
+        for name, table in json.loads(zlib.decompress(text)).items():
+            if len(table) > len(longest.get(name, ())):
+                longest[name] = table
+    return json.dumps(longest, sort_keys=True).encode()
+
+
+def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], values: Mapping[int, bytes]) -> bytes:
+    """Raise RanksDisagree with the first difference of each text from the most frequent one."""
+    statements = {rank: json.loads(zlib.decompress(text)) for rank, text in values.items()}
+    texts = {rank: lines for rank, (_, lines) in statements.items()}
+    common, *others = [(ranks, texts[ranks[0]]) for ranks in variants[:_SHOWN_VARIANTS]]
+    parts = [title]
+    for ranks, lines in others:
+        first = next(
+            (i for i, (ours, theirs) in enumerate(zip(common[1], lines)) if ours != theirs),  # noqa: B905  # by length below
+            min(len(common[1]), len(lines)),
+        )
+        parts.append(f"first difference at line {first + 1}:")
+        parts.extend(_one_side(side, text, first) for side, text in (common, (ranks, lines)))
+    unshown = [rank for ranks in variants[_SHOWN_VARIANTS:] for rank in ranks]
+    if unshown:
+        parts.append(f"{len(variants) - _SHOWN_VARIANTS} more variants on {name_ranks(unshown)}")
+    parts.extend(differences({rank: notes for rank, (notes, _) in statements.items()}))
+    parts.append(f"hint: {hint}")
+    raise RanksDisagree("\n".join(parts))
+
+
+def _one_side(ranks: Sequence[int], lines: Sequence[str], index: int) -> str:
+    line = lines[index] if index < len(lines) else f"(ends after {len(lines)} lines)"
+    if len(line) > _SHOWN_CHARS:
+        line = line[: _SHOWN_CHARS - 4] + " ..."
+    return f"   {name_ranks(ranks)} ({len(ranks)}): {line}"
+
+
+def _numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield (path, value) of every float in a profile's JSON; counts and sizes are integers, which are not measured."""
+    if isinstance(data, float):
+        yield path, data
+    elif isinstance(data, dict):
+        for key in sorted(data):
+            yield from _numbers(data[key], f"{path}/{key}")
+    elif isinstance(data, list):
+        for at, item in enumerate(data):
+            yield from _numbers(item, f"{path}/{at}")
+
+
+def _replaced(data: Any, numbers: Mapping[str, float], path: str = "") -> Any:
+    """Return `data` with its floats replaced by the `numbers` at their paths."""
+    if isinstance(data, float):
+        return numbers[path]
+    if isinstance(data, dict):
+        return {key: _replaced(value, numbers, f"{path}/{key}") for key, value in data.items()}
+    if isinstance(data, list):
+        return [_replaced(item, numbers, f"{path}/{at}") for at, item in enumerate(data)]
+    return data
+
+
+def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
+    """Return the ranks that compile a graph together whose collectives use `groups`; the same on all of these ranks.
+
+    On a device mesh every rank knows its own row and column, which span the same grid for all of its ranks. If the
+    groups do not form a grid, return all ranks of the job.
+    """
+    span = {rank}
+    for group in groups:
+        span = {at + other - rank for at in span for other in group}
+    if min(span) < 0 or max(span) >= world_size:
+        return tuple(range(world_size))
+    return tuple(sorted(span))
+
+
+class _Process:
+    """This process's `Peers` objects, which count compilations over the whole job."""
+
+    def __init__(self) -> None:
+        self._default_store: dist.Store | None = None
+        self._generation = 0
+        self._peers: dict[tuple[int, ...], Peers] = {}
+
+    def peers_of(self, ranks: Iterable[int] | None) -> Peers:
+        if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+            return Peers(dist.HashStore(), 0, (0,))  # one process: no other rank
+        default = distributed_c10d._get_default_store()
+        if default is not self._default_store:
+            self._default_store = default
+            self._generation += 1
+            self._peers = {}
+        members = tuple(sorted(set(range(dist.get_world_size()) if ranks is None else ranks)))
+        if members not in self._peers:
+            self._peers[members] = Peers(self._clone, dist.get_rank(), members, self._run())
+        return self._peers[members]
+
+    def _clone(self) -> dist.Store:
+        """Return a new connection to the store: a connection handles one request at a time, so it is not shared."""
+        assert self._default_store is not None
+        return connected(self._default_store)
+
+    def _run(self) -> str:
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return f"{run_id}/{restarts}/{self._generation}"
+
+
+_process = _Process()
+
+
+def peers_of(ranks: Iterable[int] | None = None) -> Peers:
+    """Return the `Peers` of this process: the global `ranks` (default: all ranks of the job).
+
+    The same ranks get the same object until the default process group is created again, so that compilations are
+    counted over the whole job. Without a process group, or with torch's fake one, the process is its only peer.
+    """
+    return _process.peers_of(ranks)

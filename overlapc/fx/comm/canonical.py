@@ -1,0 +1,149 @@
+"""Brings functional collectives into a canonical form: each launch has its wait.
+
+In a graph after `canonicalize`,
+
+- every collective is a `_c10d_functional` op whose result is read only through one `wait_tensor` (through one for each
+  output, in the coalesced, list-valued forms),
+- there are no waits for values that cannot be in flight, no duplicate gathers, and the gradients of one parameter are
+  added up before they are reduced,
+- there are no aliases, and no views of their input's shape, except those that the graph returns,
+- `_dtensor.shard_dim_alltoall`, in-place forms, point-to-point and custom ops are unchanged: they are synchronous or of
+  unknown kind (`Collective.waits` is empty). The first only launches a collective and waits for it; the scheduler
+  treats the others as barriers, unless the user declares them safe.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from overlapc.fx.comm.collectives import outputs_of
+from overlapc.fx.comm.communication import WAIT, is_asynchronous, is_wait, op_of
+from overlapc.fx.comm.gathers import merge_gathers, merge_reductions
+from overlapc.fx.control import done
+from overlapc.fx.sizes import same_sizes
+
+_VIEWS: tuple[Any, ...] = (
+    torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default,
+)  # fmt: skip
+
+
+def canonicalize(graph_module: fx.GraphModule) -> int:
+    """Bring all collectives of the graph into canonical form; return the number of changed nodes."""
+    graph = graph_module.graph
+    changed = _plain_ops(graph) + _drop_identity_views(graph)
+    changed += _one_wait_each(graph)
+    changed += merge_gathers(graph)
+    changed += merge_reductions(graph)
+    changed += _drop_unread(graph)
+    if changed:
+        graph.lint()
+        graph_module.recompile()
+    return changed
+
+
+def _plain_ops(graph: fx.Graph) -> int:
+    """Replace ops of the autograd namespace that survived tracing by the plain ones, which are equal below autograd."""
+    changed = 0
+    for node in graph.nodes:
+        namespace, name = op_of(node)
+        if namespace == "_c10d_functional_autograd":
+            node.target = getattr(torch.ops._c10d_functional, name).default
+            changed += 1
+    return changed
+
+
+def _drop_identity_views(graph: fx.Graph) -> int:
+    """Remove views that have their input's shape, and aliases.
+
+    `DTensor.to_local` leaves such a view before every gather. Autograd makes aliases of saved tensors, and some only if
+    something else refers to a tensor, such as a thread that samples stacks: graphs of ranks would differ.
+    """
+    changed = 0
+    for node in (each for view in _VIEWS for each in graph.find_nodes(op="call_function", target=view)):
+        source = node.args[0]
+        if any(user.op == "output" for user in node.users):
+            continue  # AOTAutograd has already decided which outputs alias which inputs
+        before, after = source.meta.get("val"), node.meta.get("val")
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and same_sizes(before.shape, after.shape):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            changed += 1
+    return changed
+
+
+def _launch_of(value: Any) -> Any:
+    """Return the coalesced launch of which `value` is one result; `value` itself if it is no such result."""
+    return value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else value
+
+
+def _settled(node: fx.Node) -> bool:
+    """Whether the value of `node` cannot be in flight, because it was waited for, or computed by an ordinary op.
+
+    An input may be in flight (launched before the graph), and so may the result of a custom op.
+    """
+    return is_wait(node) or op_of(node)[0] in ("aten", "prims")
+
+
+def _one_wait_each(graph: fx.Graph) -> int:
+    changed = 0
+    for node in list(graph.nodes):
+        if not is_wait(node):
+            continue
+        source = node.args[0]
+        while source.target in _VIEWS:
+            source = source.args[0]
+        # The wait of a viewed launch is added below, before the view.
+        launch = _launch_of(source)
+        if _settled(launch) or (source is not node.args[0] and is_asynchronous(launch)):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            changed += 1
+    for start in list(graph.nodes):
+        if is_asynchronous(start):
+            changed += sum(_wait_once(graph, output) for output in outputs_of(start))
+    first_wait: dict[fx.Node, fx.Node] = {}  # by input; an input may also be read without waiting
+    for node in list(graph.nodes):
+        if is_wait(node) and node.args[0].op == "placeholder":
+            first = first_wait.setdefault(node.args[0], node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+                changed += 1
+    return changed
+
+
+def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
+    """Make all readers of `output` read it through one wait; unless it has exactly that, insert the wait after it."""
+    users = [user for user in output.users if user.target is not done]  # `done` needs the launch, not the result
+    if not users or (len(users) == 1 and is_wait(users[0])):
+        return 0
+    with graph.inserting_after(output):
+        wait = graph.call_function(WAIT, (output,))
+    wait.meta = dict(output.meta)
+    output.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not wait and user.target is not done)
+    for old in users:
+        if is_wait(old):
+            wait.meta = dict(old.meta)
+            old.replace_all_uses_with(wait)
+            graph.erase_node(old)
+    return 1
+
+
+def _drop_unread(graph: fx.Graph) -> int:
+    """Remove collectives whose results are not read; the graph is the same on all ranks, so all remove the same ones.
+
+    torch considers waits to have side effects, and keeps them. The only effect of waiting for a functional launch is
+    its result. The wait for an in-place collective stays, because readers of the mutated tensor rely on it.
+    """
+    changed = 0
+    for node in reversed(list(graph.nodes)):
+        of_launch = is_wait(node) or node.target is operator.getitem
+        launch = _launch_of(node.args[0]) if of_launch else node
+        if not node.users and isinstance(launch, fx.Node) and is_asynchronous(launch):
+            graph.erase_node(node)
+            changed += 1
+    return changed
