@@ -92,10 +92,10 @@ class Patches(contextlib.ExitStack):
 def gpus(world_size: int, per_host: int) -> Iterator[Machine]:
     """Make torch look like on a machine with `per_host` GPUs, in a job of `world_size` ranks, as far as scripts use it
     before their first step."""
+    _device._device_constructors()  # caches what `with torch.device(...)` affects, so it must see torch unpatched
     with Patches() as patches:
-        patches.callback(
-            trace_rules.clear_lru_cache
-        )  # Dynamo caches a list of torch's functions, with the patched ones
+        # Dynamo caches a list of torch's functions, with the patched ones.
+        patches.callback(trace_rules.clear_lru_cache)
         MACHINE.world_size, MACHINE.per_host = world_size, per_host
         MACHINE.zeros.clear()
         patches.enter_context(warnings.catch_warnings())

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo import trace_rules
+from torch.utils._device import _device_constructors
 
 from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.launch.cli import main
 from overlapc.launch.plan_script import plan_script
 from overlapc.launch.sweep import hardware
+from overlapc.launch.without_gpus import gpus
 from overlapc.report.held_memory import step_peak_bytes
 from overlapc.runtime.counters import counted
 from overlapc.schedule.text import parse
@@ -336,6 +338,16 @@ def test_each_plan_of_a_script_has_its_own_globals(tmp_path):
         report, assumed = plan_script(path, [width], 8, 8, Config.of(H200))
         assert len(report.steps[0].graphs) == 2, "one forward, one backward of the width of this plan"
         assert [line.split(",")[0] for line in assumed] == ["no communication between 8 ranks"]
+
+
+def test_a_script_builds_its_model_on_the_meta_device():
+    _device_constructors.cache_clear()  # as in a new process
+    with gpus(world_size=2, per_host=2), torch.device("meta"):
+        assert {made.device.type for made in (torch.empty(1), torch.tensor([1.0]), torch.nn.Linear(2, 2).weight)} == {
+            "meta"
+        }
+    with torch.device("meta"):
+        assert torch.get_default_device().type == "meta", "this process is as before"
 
 
 # Cuts batches out of the data and asks for a GPU as nanoGPT does. The optimizer is freed when `main` returns.
