@@ -31,13 +31,13 @@ from overlapc.parallel.separate_blocks import compiled_alone
 from overlapc.passes.base import Context
 from overlapc.planning.agreed import Captured, forget_before_reset, key_of, to_follow
 from overlapc.planning.chosen_profile import profile_text
+from overlapc.planning.copy_rules import rank_in_graphs
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import device_types
 from overlapc.planning.graph_planner import BESIDE_POOLS, Planned, described
 from overlapc.planning.keep_gathered import Step, kept_gathers
 from overlapc.planning.plan_graph import peers_of_graph, plan_graph, without_measuring_kernels
 from overlapc.planning.rank_notes import notes_of
-from overlapc.planning.transports import rank_in_graphs
 from overlapc.report.kept_gathered import NO_BUDGET, SWITCHED_OFF, GatherChoice
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.counters import count

@@ -31,11 +31,11 @@ from overlapc.graph_names import kind_of
 from overlapc.ir.ops import LoweredGraph
 from overlapc.lowering import provenance
 from overlapc.planning.chosen_profile import profile_text
+from overlapc.planning.copy_rules import rank_in_graphs
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import device_types
 from overlapc.planning.graph_planner import Planned, collective_lines
 from overlapc.planning.plan_graph import Reused, plan_graph
-from overlapc.planning.transports import rank_in_graphs
 from overlapc.report import record
 from overlapc.report.held_memory import inputs
 from overlapc.report.kept_gathered import GatherChoice
@@ -162,8 +162,8 @@ def _generate(
         counts["cuda_graph_parts"] = len(parts.parts)
         _log.info("%s: %s", schedule.name, report.captured)
     kernels, order = kernels_of(sources, schedule), collective_lines(schedule)
-    copies = stored_copies(planned.copies)
-    return Generated(program, kernels, parts, report, counts, order, planned.agreed, copies, planned.divided)
+    copies, divided = stored_copies(planned.copies), list(planned.transports.divided.values())
+    return Generated(program, kernels, parts, report, counts, order, planned.agreed, copies, divided)
 
 
 def _donated(schedule: Schedule, config: Config) -> set[str]:

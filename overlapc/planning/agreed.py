@@ -19,7 +19,7 @@ from overlapc.runtime.cache import content_key
 from overlapc.schedule.model import Comm
 
 if TYPE_CHECKING:
-    from overlapc.planning.transports import AgreedCopies
+    from overlapc.planning.copy_rules import AgreedCopies
 
 Key = tuple[object, ...]
 Captured = tuple[tuple[str, Comm], ...]  # (name, collective) of a graph, in program order

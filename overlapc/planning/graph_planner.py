@@ -21,7 +21,7 @@ from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
 from overlapc.fusion.combo import kind_of, one_launch
 from overlapc.fusion.to_schedule import to_schedule
-from overlapc.fx.comm.collectives import Collective, find_collectives
+from overlapc.fx.comm.collectives import Collective
 from overlapc.fx.comm.taken_out import take_out
 from overlapc.fx.graph_copy import copied
 from overlapc.fx.versions.graphs import donated_inputs
@@ -32,12 +32,12 @@ from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed, Followed
 from overlapc.planning.agreed_order import SlotsInUse, agreed_on, follow, may_run_beside
+from overlapc.planning.copy_rules import AUTO, CopyRules
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.estimator_chain import chain_of
 from overlapc.planning.fused_ops import GraphToFuse
-from overlapc.planning.host_groups import DividedGroup
 from overlapc.planning.pass_context import context_of
-from overlapc.planning.transports import AUTO, Transports, carried
+from overlapc.planning.transports import Transports
 from overlapc.report import record
 from overlapc.report.drawing import to_dot
 from overlapc.report.held_memory import held_bytes, inputs
@@ -69,12 +69,12 @@ class Planned:
 
     scheduled: Scheduled
     result: Result
+    transports: Transports
     copies: Mapping[str, Copied] = field(default_factory=dict)  # start -> how generated code copies it
     not_copied: Mapping[str, str] = field(default_factory=dict)  # collective that should use copies -> why it does not
     attention: Mapping[str, int] = field(default_factory=dict)  # the report's text about a kernel -> number of calls
     attention_counts: Mapping[str, int] = field(default_factory=dict)
     agreed: Agreed | None = None  # what ranks agreed on; None for a graph that does not communicate
-    divided: Sequence[DividedGroup] = ()  # groups that span several hosts and are divided for this graph
 
 
 @dataclass(frozen=True)
@@ -99,29 +99,36 @@ class GraphPlanner:
 
     def planned(self, communicates: bool) -> Planned:
         """Plan the graph with the transports that ranks choose for its collectives."""
-        transports = self._transports() if communicates else Transports()
-        may_undo = self.config.transport == AUTO and transports.wanted and self.followed is None
+        rules = self._copy_rules() if communicates else None
+        may_undo = self.config.transport == AUTO and rules is not None and self.followed is None
         before = copied(self.gm.graph) if may_undo else None
+        transports = self._chosen(rules)
         try:
             planned = self._in_slots(transports)
             if self.followed is None:  # else it uses the memory that is open already
                 _check_forward(planned.result.schedule)
-            copies = {} if self.schedule_only else transports.opened(planned.result.schedule)
+            copies, agreed = ({}, None) if self.schedule_only else planned.transports.opened(planned.result.schedule)
         except (MemoryBudgetError, NoSharedMemory) as error:  # raised on all ranks, or on none
             if before is None or not transports.groups:
                 raise
             self.gm.graph = before
-            planned = self._with(Transports())
+            planned = self._with(self._chosen(None))
             return replace(planned, not_copied={", ".join(sorted(transports.groups)): _reason(error)})
-        if planned.agreed is not None and copies:
-            planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
-        return replace(planned, copies=copies, not_copied=transports.reasons, divided=list(transports.divided.values()))
+        if planned.agreed is not None and agreed is not None:
+            planned = replace(planned, agreed=replace(planned.agreed, copies=agreed))
+        return replace(planned, copies=copies, not_copied=planned.transports.reasons)
 
-    def _transports(self) -> Transports:
+    def _copy_rules(self) -> CopyRules | None:
         if self.followed is None:
-            return Transports.of(self.gm, self.config, self.agreement, self.is_inner, self.profile, self.will_run)
+            return CopyRules.of(self.gm, self.config, self.agreement, self.is_inner, self.profile, self.will_run)
         copies = self.followed.agreed.copies
-        return Transports() if copies is None else Transports.following(copies, self.followed.resized)
+        return None if copies is None else CopyRules.following(copies, self.followed.resized)
+
+    def _chosen(self, rules: CopyRules | None) -> Transports:
+        transports = Transports.chosen(self.gm, self.config.safe_communication, rules)
+        if transports.rewritten:
+            self.dumps.write("fx", "exchanged", lambda: self.gm.print_readable(print_output=False))
+        return transports
 
     def _in_slots(self, transports: Transports) -> Planned:
         """Plan with copies. If a graph needs slots longer than the one that it follows, it copies results out of
@@ -129,11 +136,11 @@ class GraphPlanner:
         try:
             return self._with(transports)
         except SlotsInUse as error:
-            collectives = find_collectives(self.gm.graph, self.config.safe_communication)
-            waits = [wait for found in collectives if found.start.name in error.starts for wait in found.waits]
+            starts = (collective for collective in transports.collectives if collective.start.name in error.starts)
+            waits = [wait for collective in starts for wait in collective.waits]
             take_out(waits)
             count("results_taken_out_of_slots", len(waits))
-            return self._with(transports)
+            return self._with(transports.for_changed(self.gm, self.config.safe_communication))
 
     def _with(self, transports: Transports) -> Planned:
         """Plan the graph with these transports, and let ranks agree on the order of collectives."""
@@ -155,14 +162,12 @@ class GraphPlanner:
             lines = collective_lines(result.schedule)
             self.agreement.agree_on_order(lines)
             agreed = agreed_on(schedule, result, lines, self.followed)
-        return Planned(scheduled, result, agreed=agreed)
+        return Planned(scheduled, result, transports, agreed=agreed)
 
     def _scheduled(self, transports: Transports) -> Scheduled:
         """Run the stages before the passes."""
         config, agreement, dumps = self.config, self.agreement, self.dumps
-        communication = described(carried(self.gm, config.safe_communication, transports))
-        if transports.rewritten:
-            dumps.write("fx", "exchanged", lambda: self.gm.print_readable(print_output=False))
+        communication = described(transports.collectives)
         freeable = _freeable(self.gm, self.name)
         lowered, fusion = GraphToFuse(self.gm, self.name, config, communication, agreement, freeable, dumps).fused()
         with phase("fusion"):
