@@ -214,21 +214,18 @@ def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
 
 
 def make_group(
-    module: nn.Module,
-    groups: Sequence[ShardGroup],
-    input_dtype: torch.dtype | None,
-    output_dtype: torch.dtype | None,
-    part: int = 0,
+    module: nn.Module, groups: Sequence[ShardGroup], policy: fsdp2.MixedPrecisionPolicy, part: int = 0
 ) -> None:
-    """Make calls of `module` cast their floating-point inputs and outputs, and count as a forward.
+    """Make calls of `module` cast their floating-point inputs and outputs as `policy` says, and count as a forward.
 
     groups: one for each mesh that parameters of `module` lie on, none if it has no parameters. part: the index of
     `module` among the groups' modules.
     """
     module.__dict__["_overlapc_groups"] = tuple(groups)
     module.__dict__["_overlapc_part"] = part
-    module.__dict__["_overlapc_input_dtype"] = input_dtype
-    module.__dict__["_overlapc_output_dtype"] = output_dtype
+    module.__dict__["_overlapc_policy"] = policy
+    module.__dict__["_overlapc_input_dtype"] = policy.param_dtype if policy.cast_forward_inputs else None
+    module.__dict__["_overlapc_output_dtype"] = policy.output_dtype
     module.__dict__["_overlapc_pending"] = Pending({})
     _set_class(module, (), group=True)
     _compile_again(module)

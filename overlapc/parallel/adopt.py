@@ -140,9 +140,8 @@ def _adopt(state: Any) -> None:
             if group.gradient_divide_factor is not None:
                 sharded = divided_by(sharded, group.gradient_divide_factor)
             _manage(info, sharded)
-    cast = policy.param_dtype if policy.cast_forward_inputs else None
     for part, module in enumerate(modules):
-        make_group(module, found, cast, policy.output_dtype, part)
+        make_group(module, found, policy, part)
 
 
 def _manage(info: Any, sharded: ShardedParam) -> None:

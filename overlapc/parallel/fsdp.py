@@ -91,9 +91,8 @@ def fully_shard(
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(sharding.device)
 
-    cast = policy.param_dtype if policy.cast_forward_inputs else None
     for part, each in enumerate(modules):
-        make_group(each, [group], cast, policy.output_dtype, part)
+        make_group(each, [group], policy, part)
         name_groups(each)
     return module
 

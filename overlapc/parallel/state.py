@@ -1,7 +1,7 @@
 """The part of FSDP2's module state that torch's own code reads, for modules sharded or adopted by overlapc.
 
 Through it `torch.distributed.pipelining` reduces gradients after the last micro-batch, and methods that were given to
-`register_fsdp_forward_method` count as forwards.
+`register_fsdp_forward_method` count as forwards. Models of NeMo Automodel read their mixed precision policy from it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from overlapc.parallel import gathered
 from overlapc.parallel.unreduced import reduce_all
@@ -20,6 +20,11 @@ class ModuleState:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:  # models read their dtypes from it
+        policy: MixedPrecisionPolicy = self._module.__dict__["_overlapc_policy"]
+        return policy
 
     @property
     def _state_ctx(self) -> ModuleState:

@@ -119,3 +119,27 @@ def test_all_methods_of_fsdp2_exist():
         with pytest.raises(ConfigError, match=f"{name}: not possible in a compiled graph; "):
             getattr(model, name)(True)
     assert model.reshard() is None
+
+
+class ReadsItsPolicy(nn.Module):
+    """Casts its input as models of NeMo Automodel do, whose head must get what it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.to(self.head._get_fsdp_state()._mp_policy.param_dtype))
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["fully_shard", "adopted"])
+def test_a_model_may_read_its_mixed_precision_policy(adopted: bool):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    model, by = ReadsItsPolicy(), fsdp2.fully_shard if adopted else fully_shard
+    by(model.head, mesh=mesh, mp_policy=policy)
+    by(model, mesh=mesh, mp_policy=policy)
+    model = adopt_fsdp2(model) if adopted else model
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for call in (model, step):
+        assert call(torch.randn(4, 8)).dtype == torch.bfloat16
