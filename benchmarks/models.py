@@ -136,7 +136,7 @@ def _train_once(model: Model, backend: Any) -> None:
 
 def lowered(gm: GraphModule, name: str) -> LoweredGraph:
     """Return the loop IR of a graph without communication, as if every device had a code generator."""
-    return lower(gm, name, lambda device: True, lambda node: None)
+    return lower(gm, name)
 
 
 def inductor_scheduled(gm: GraphModule, inputs: Sequence[Any]) -> Any:

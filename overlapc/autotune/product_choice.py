@@ -22,7 +22,7 @@ from overlapc.codegen.triton.tiling import Tiling
 from overlapc.estimators.measured import Call, Times, measure
 from overlapc.ir.body import Body
 from overlapc.ir.ops import Loops
-from overlapc.lowering import lower
+from overlapc.lowering import Target, lower
 from overlapc.lowering.product import Product
 
 NEVER = 1e18  # ns of a product that could not be measured: finite, because ranks agree on medians
@@ -82,7 +82,7 @@ class ProductTimes:
         with FakeTensorMode() as mode:  # a mode of its own: that of the graph being compiled would make sizes symbolic
             fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in self._tensors(product)[:2]]
         gm = make_fx(lambda a, b: (multiply(a, b),))(*fakes)
-        graph = lower(gm, "trial", lambda device: True, lambda node: None, lambda each: True)
+        graph = lower(gm, "trial", target=Target(native_product=lambda product: True))
         (op,) = graph.ops
         assert isinstance(op, Loops)
         return op.body, (*graph.inputs, op.outputs[0].buffer)

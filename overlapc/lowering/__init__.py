@@ -20,10 +20,12 @@ from overlapc.lowering import (
 from overlapc.lowering.graph import Communication, lower
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.table import LIBRARY_CALLS, lowered_ops
+from overlapc.lowering.target import Target
 
 __all__ = [
     "LIBRARY_CALLS",
     "Communication",
+    "Target",
     "asserts",
     "embedding",
     "exchange",

@@ -30,10 +30,7 @@ from overlapc.ir.ops import (
     Layout,
     Loops,
     LoweredGraph,
-    Refuse,
-    RefuseAttention,
     View,
-    attention_refused,
     tree_map,
     views_in,
 )
@@ -50,6 +47,7 @@ from overlapc.lowering.schema import (
     users_through_views,
 )
 from overlapc.lowering.table import OUT_VARIANTS, Impossible
+from overlapc.lowering.target import Target
 
 aten = torch.ops.aten
 
@@ -57,18 +55,8 @@ aten = torch.ops.aten
 class Lowering:
     """State of one graph's lowering, and the methods with which lowering rules build ops."""
 
-    def __init__(
-        self,
-        name: str,
-        native_product: Callable[[Any], bool],
-        refuse: Refuse,
-        rounds: bool = True,
-        refuse_attention: RefuseAttention = attention_refused,
-    ) -> None:
-        self.rounds = rounds  # round results of low precision for readers in the same kernel, too, as eager does
-        self.native_product = native_product
-        self.refuse = refuse
-        self.refuse_attention = refuse_attention
+    def __init__(self, name: str, target: Target) -> None:
+        self.target = target
         self.env: dict[Node, Any] = {}
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.original_inputs: dict[str, View] = {}  # copy of an input -> the input
@@ -240,7 +228,7 @@ class Lowering:
         for expr in body.expressions():
             if not is_plain(expr):
                 raise Impossible(f"the index or size {expr}")
-        reason = self.refuse(device, body)
+        reason = self.target.refuse(device, body)
         if reason is not None:
             raise Impossible(reason)
         return body
@@ -323,7 +311,7 @@ class Lowering:
     def store(self, out: View, position: Sequence[sympy.Expr], value: Value) -> Store:
         """Return the store of `value` to a position of `out`, rounded to the dtype of `out`."""
         index = out.layout.at(tuple(position))
-        return Store(out.buffer, index, cast(value, out.dtype), out.dtype, wide=not self.rounds)
+        return Store(out.buffer, index, cast(value, out.dtype), out.dtype, wide=not self.target.rounds)
 
     def promoted(self, kind: PROMOTION, *args: Any) -> torch.dtype:
         """Return the dtype in which torch computes an element-wise op on these arguments (float32 if low precision)."""

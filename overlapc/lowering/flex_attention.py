@@ -36,6 +36,7 @@ from overlapc.lowering.graph import lower
 from overlapc.lowering.precision import FORGIVING, coarsened
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.table import Impossible, lowers
+from overlapc.lowering.target import Target
 
 # Positions of the lists in `BlockMask.as_tuple()` (torch 2.11 to 2.13); block sizes and the mask function come last.
 _LISTS = {"keys": 2, "full_keys": 4, "queries": 6, "full_queries": 8}
@@ -189,7 +190,7 @@ class _Space:
         return self._accepted(plain)
 
     def _accepted(self, made: Attention) -> Attention:
-        refusal = self.context.refuse_attention(made)
+        refusal = self.context.target.refuse_attention(made)
         if refusal is not None:
             raise Impossible(refusal)
         return made
@@ -242,7 +243,7 @@ class _Space:
         if found is None:
             traced = _traced(module, scalars, buffers, self.tensors["query"].layout.device)
             try:
-                found = lower(traced, "function", lambda device: True, lambda node: None, refuse=self.context.refuse)
+                found = lower(traced, "function", target=Target(refuse=self.context.target.refuse))
             except CompileError as error:
                 raise Impossible(str(error).splitlines()[0]) from error
             self.context.functions[key] = found

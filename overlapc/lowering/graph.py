@@ -28,21 +28,18 @@ from overlapc.ir.ops import (
     IROp,
     Layout,
     LoweredGraph,
-    Refuse,
-    RefuseAttention,
     Start,
     View,
     Wait,
-    attention_refused,
     buffers_written,
     named_in,
-    nothing_refused,
     views_in,
 )
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view, users_through_views
 from overlapc.lowering.table import LIBRARY_CALLS, Impossible, lowering_of
+from overlapc.lowering.target import ANY_KERNEL, Target
 from overlapc.runtime.support import offset_of, owned
 
 aten = torch.ops.aten
@@ -65,27 +62,19 @@ class Communication:
 def lower(
     gm: GraphModule,
     name: str,
-    generates: Callable[[torch.device], bool],
-    comm_of: Callable[[Node], Communication | None],
-    native_product: Callable[[Any], bool] = lambda product: False,
-    refuse: Refuse = nothing_refused,
-    rounds: bool = True,
-    refuse_attention: RefuseAttention = attention_refused,
+    comm_of: Callable[[Node], Communication | None] = lambda node: None,
+    target: Target = ANY_KERNEL,
     stand_ins: Mapping[Node, Node] = MappingProxyType({}),
 ) -> LoweredGraph:
     """Lower `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
 
-    generates: whether kernels can be generated for a device. comm_of: the communication of a node, or None.
-    native_product: whether a matrix product (`product.Product`) becomes a generated kernel.
-    refuse, refuse_attention: why the device's generator cannot generate a kernel, or None; a refused op is called.
-    rounds: round results of low precision for readers in the same kernel, too, as eager does.
+    comm_of: the communication of a node, or None. target: which kernels can be generated.
     stand_ins: nodes that are not lowered -> an earlier node, which their readers read instead; the lowered graph does
     not return them either (planning/repeated_layers.py adds them later).
     CompileError, with the FX node and the user's line, if a node cannot be lowered at all.
     """
     note_coarse_once(gm.graph)
-    context = Lowering(name, native_product, refuse, rounds, refuse_attention)
-    lowering = GraphLowering(context, gm, generates, comm_of, stand_ins)
+    lowering = GraphLowering(Lowering(name, target), gm, comm_of, stand_ins)
     for node in gm.graph.nodes:
         try:
             lowering.run(node)
@@ -108,7 +97,6 @@ class GraphLowering:
         self,
         context: Lowering,
         gm: GraphModule,
-        generates: Callable[[torch.device], bool],
         comm_of: Callable[[Node], Communication | None],
         stand_ins: Mapping[Node, Node],
     ) -> None:
@@ -116,7 +104,6 @@ class GraphLowering:
         context.nodes = frozenset(node.name for node in gm.graph.nodes)
         self.graph = context.graph
         self.gm = gm
-        self.generates = generates
         self.comm_of = comm_of
         self.stand_ins = stand_ins
         self.writer_of: dict[str, str] = {}  # buffer -> the op that wrote it
@@ -341,7 +328,7 @@ class GraphLowering:
         if target in READS_NUMBERS or torch.Tag.pointwise in getattr(target, "tags", ()):
             views = [view for view in views if self.context.number_of(view) is None]
         devices = {*(tensor.device for tensor in outputs), *(view.layout.device for view in views)}
-        if len(devices) != 1 or not self.generates(next(iter(devices))):
+        if len(devices) != 1 or not self.context.target.generates(next(iter(devices))):
             return False
         handles = [leaf for leaf in named_in((args, kwargs)) if isinstance(leaf, Handle)]
         if not all(isinstance(self.graph.constants.get(handle.buffer), GraphModule) for handle in handles):

@@ -79,9 +79,9 @@ def as_read(context: Lowering, name: str, args: Sequence[Any], values: Sequence[
         return list(values)
 
     def is_rounded(at: int, arg: Any) -> bool:
-        if name in SHARP and (getattr(arg, "dtype", None) != common or not context.rounds):
+        if name in SHARP and (getattr(arg, "dtype", None) != common or not context.target.rounds):
             return True
-        if not context.rounds:
+        if not context.target.rounds:
             return name in STEPS
         if not isinstance(arg, View) or arg.dtype == common:
             return False
@@ -402,7 +402,7 @@ def convert_element_type(context: Lowering, x: View, dtype: torch.dtype) -> View
 
 def settled(context: Lowering, value: Value, x: View) -> Value:
     """Return an element of `x` rounded to its own dtype, as step functions, searches and integer casts need it."""
-    return value if context.rounds or x.dtype not in LOW_PRECISION else Cast(value, x.dtype)
+    return value if context.target.rounds or x.dtype not in LOW_PRECISION else Cast(value, x.dtype)
 
 
 def convert(value: Value, dtype: torch.dtype) -> Value:

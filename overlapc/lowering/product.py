@@ -63,7 +63,7 @@ def _product(
         raise Impossible(f"a product of {left.dtype} and {right.dtype}")
     if any(extent == 0 for extent in (*left.size, *right.size)):
         raise Impossible("a product of nothing")
-    if not context.native_product(product_of(context, left, right)):
+    if not context.target.native_product(product_of(context, left, right)):
         raise Impossible("a library call")
 
     def body(out: View) -> Body:

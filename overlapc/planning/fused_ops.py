@@ -21,7 +21,7 @@ from overlapc.fx.equal_layers.repeats import KEPT, Repeats, find_repeats, place_
 from overlapc.fx.precision import is_coarse, note_coarse_once
 from overlapc.ir.body import Body
 from overlapc.ir.ops import LoweredGraph, tree_leaves
-from overlapc.lowering import Communication, lower
+from overlapc.lowering import Communication, Target, lower
 from overlapc.lowering.product import Product
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.repeated_layers import Repeated, stand_ins
@@ -108,19 +108,16 @@ class GraphToFuse:
         """Lower the graph to loop IR, with matrix products as `config.matmul` says."""
         config = self.config
 
-        def lowered_with(native: Callable[[Product], bool]) -> LoweredGraph:
-            rounds = config.numerics == "eager"
-            return lower(
-                self.gm,
-                self.name,
-                partial(_generates, config),
-                self.communication.get,
-                native,
-                _refuse,
-                rounds,
-                generators.refuse_attention,
-                stand_ins,
-            )
+        target = Target(
+            generates=partial(_generates, config),
+            refuse=_refuse,
+            refuse_attention=generators.refuse_attention,
+            rounds=config.numerics == "eager",
+        )
+
+        def lowered_with(native_product: Callable[[Product], bool]) -> LoweredGraph:
+            chosen = replace(target, native_product=native_product)
+            return lower(self.gm, self.name, self.communication.get, chosen, stand_ins)
 
         measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
         if not measured or "cuda" not in device_types(self.gm):

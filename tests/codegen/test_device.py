@@ -49,7 +49,7 @@ def wrapper_of(function: Callable[..., Any], *devices: str, fused: bool = True) 
     with FakeTensorMode():
         inputs = [torch.empty(50, device=device) for device in devices]
         gm = make_fx(function, tracing_mode="real")(*inputs)
-    lowered = lower(gm, "test", lambda device: True, {}.get)
+    lowered = lower(gm, "test")
     ops, _ = fuse_ops(lowered, enabled=fused)
     schedule = to_schedule(ops, lowered, ())
     return PythonWrapper(build_program(schedule, lowered, generate_kernels(schedule, Sources(lowered))))

@@ -45,7 +45,7 @@ def wrapped(function: Callable[..., Any], *inputs: Tensor) -> FxWrapper:
     gm = make_fx(lambda *args: (function(*args),), tracing_mode="fake")(*inputs)
     canonicalize(gm)
     comm = {each.start: Communication(each.comm, not each.synchronous) for each in find_collectives(gm.graph)}
-    lowered = lower(gm, "test", lambda device: True, comm.get)
+    lowered = lower(gm, "test", comm.get)
     ops, fusion = fuse_ops(lowered)
     schedule = to_schedule(ops, lowered, kernel_of=fusion.kernel_of)
     sources = generate_kernels(schedule, Sources(lowered))

@@ -14,7 +14,7 @@ from overlapc.codegen.triton.tiling import Tiling
 from overlapc.fusion import fuse_ops
 from overlapc.ir.body import Body, Load, Loop, Reduce, Store, op
 from overlapc.ir.ops import loops_of
-from overlapc.lowering import lower
+from overlapc.lowering import Target, lower
 from tests.codegen.case import Case
 from tests.codegen.cubins import compile_source
 from tests.codegen.interpreted import interpreting
@@ -84,7 +84,7 @@ def test_a_factor_of_equal_elements_stays_a_tensor(tmp_path: Path):
 
     generator = TritonGenerator()
     traced = make_fx(lambda x: [equal_elements(x)], tracing_mode="fake")(torch.empty(1, 6, 6))
-    lowered = lower(traced, "graph", lambda device: True, lambda node: None, native_product=lambda product: True)
+    lowered = lower(traced, "graph", target=Target(native_product=lambda product: True))
     ops, _ = fuse_ops(lowered, refuse=lambda device, body: generator.refuse_fused(body))
     assert any(loops.body.dots() for op_ in ops for loops in loops_of(op_))
     for op_ in ops:

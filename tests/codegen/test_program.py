@@ -43,7 +43,7 @@ def compiled(
         return result if isinstance(result, tuple) else (result,)
 
     gm = make_fx(several, tracing_mode="fake")(*inputs)
-    lowered = lower(gm, "test", lambda device: True, {}.get)
+    lowered = lower(gm, "test")
     ops, _ = fuse_ops(lowered, enabled=fused)
     schedule = to_schedule(ops, lowered, (*freeable, *donated))
     sources = generate_kernels(schedule, Sources(lowered))

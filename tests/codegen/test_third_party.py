@@ -25,7 +25,7 @@ from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.to_schedule import to_schedule
 from overlapc.ir.body import Body, Constant, Load, Op
-from overlapc.lowering import lower
+from overlapc.lowering import Target, lower
 from overlapc.runtime import support
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable
@@ -172,7 +172,7 @@ def test_a_third_partys_device_uses_its_own_kernels_and_memory(monkeypatch: pyte
     with FakeTensorMode():
         given = torch.empty(6, 4, device="mtia")
         gm = make_fx(lambda x: ((x + 1) * x + 2,), tracing_mode="real")(given)
-    lowered = lower(gm, "test", lambda device: generators.has_generator(device.type), {}.get)
+    lowered = lower(gm, "test", target=Target(generates=lambda device: generators.has_generator(device.type)))
     ops, _ = fuse_ops(lowered)
     schedule = to_schedule(ops, lowered, ())
     wrapper = PythonWrapper(build_program(schedule, lowered, generate_kernels(schedule, Sources(lowered))))

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def refusals(function, *inputs: Tensor) -> set[str | None]:
     """Return the reasons why kernels of `function` cannot be timed on invented data; None for those that can."""
     gm = make_fx(lambda *args: (function(*args),), tracing_mode="fake")(*inputs)
-    lowered = lower(gm, "test", lambda device: True, lambda node: None)
+    lowered = lower(gm, "test")
     found = {refuse(part.body) for op in fuse_ops(lowered)[0] for part in loops_of(op)}
     assert found, "nothing was generated"
     return found

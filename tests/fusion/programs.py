@@ -38,7 +38,7 @@ def trace(function: Callable[..., Any], *inputs: Any) -> GraphModule:
 
 def capture(function: Callable[..., Any], *inputs: Any) -> LoweredGraph:
     """Return the loop IR of `function`, functionalized, with generated kernels on every device."""
-    return lower(trace(function, *inputs), "graph", lambda device: True, lambda node: None)
+    return lower(trace(function, *inputs), "graph")
 
 
 def inputs() -> list[Tensor]:

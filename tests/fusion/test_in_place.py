@@ -135,7 +135,7 @@ def test_a_scatter_into_an_input_leaves_the_old_content_to_its_readers(function,
 
     inputs = [torch.randn(7, 4), torch.randn(3, 4), PLACES]
     traced = make_fx(call, tracing_mode="fake")(*inputs)
-    made = lower(traced, "graph", lambda device: True, lambda node: None)
+    made = lower(traced, "graph")
     expected_inputs = [each.clone() for each in inputs]
     expected = call(*expected_inputs)
     assert ("x_1" in {made.root(name) for op in made.ops if scatters(op.body) for name in op.before}) == directly

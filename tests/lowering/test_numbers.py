@@ -208,7 +208,7 @@ def test_on_a_gpu_a_tensor_is_multiplied_by_the_inverse_of_a_number():
         traced = make_fx(lambda x, y: (x / 448, y / 3.0, x / y))(
             torch.empty(8, device="cuda"), torch.empty(8, device="cuda", dtype=torch.float64)
         )
-    graph = lower(traced, "graph", lambda device: True, lambda node: None)
+    graph = lower(traced, "graph")
     first, second, third = (operation.body.stores[0].value for operation in graph.ops)
     assert first.args[1].number == (torch.tensor(1.0) / torch.tensor(448.0)).item()
     assert second.args[1].number == 1 / 3
@@ -224,7 +224,7 @@ def test_a_number_on_the_cpu_is_a_constant_of_a_kernel_for_a_gpu():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(8, device="cuda", dtype=torch.bfloat16)
         traced = make_fx(function, decomposition_table=decompositions())(x)
-    graph = lower(traced, "graph", lambda device: True, lambda node: None)
+    graph = lower(traced, "graph")
     kernels = [each for each in graph.ops if each.device.type == "cuda"]
     assert {type(each) for each in kernels} == {Loops}
     on_cpu = {each.name for each in graph.ops} - {each.name for each in kernels}

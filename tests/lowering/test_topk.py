@@ -62,6 +62,6 @@ def test_long_rows_and_float64_are_library_calls(x: Tensor) -> None:
 def test_a_second_call_and_the_second_result_of_the_first_have_different_names() -> None:
     with FakeTensorMode():
         traced = make_fx(lambda x: (*x.topk(2, 0), *x.long().topk(2, 0)))(torch.empty(5))
-    graph = lower(traced, "graph", lambda device: True, lambda node: None)
+    graph = lower(traced, "graph")
     names = [each.name for each in graph.ops]  # a kernel per result of the first topk, a cast, the call of the second
     assert len(names) == len(set(names)) == 4
