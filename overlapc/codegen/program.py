@@ -209,17 +209,17 @@ class Allocate(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class AllocatePool(Instruction):
-    """Allocates a pool, from which several buffers are carved."""
+class AllocateArena(Instruction):
+    """Allocates an arena, from which several buffers are carved."""
 
     outside_captures: ClassVar[bool] = True
     variable: str
-    pool_device: torch.device
+    arena_device: torch.device
     bytes: int
 
     @property
     def device(self) -> torch.device:
-        return self.pool_device
+        return self.arena_device
 
     def makes(self) -> tuple[str, ...]:
         return (self.variable,)
@@ -236,22 +236,22 @@ class AllocatePool(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Carve(Instruction):
-    """Defines a buffer in a pool, `offset` bytes from the pool's start."""
+    """Defines a buffer in an arena, `offset` bytes from its start."""
 
     outside_captures: ClassVar[bool] = True
     variable: str
-    pool: str
+    arena: str
     offset: int
     layout: Layout
 
     def reads(self, program: Program) -> tuple[str, ...]:
-        return (self.pool,)
+        return (self.arena,)
 
     def makes(self) -> tuple[str, ...]:
         return (self.variable,)
 
     def python(self, wrapper: PythonWrapper) -> list[str]:
-        return [f"{self.variable} = rt.carve({self.pool}, {self.offset}, {wrapper.form(self.layout)})"]
+        return [f"{self.variable} = rt.carve({self.arena}, {self.offset}, {wrapper.form(self.layout)})"]
 
     def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
         return [*lines, f"life.carved({self.variable!r}, {self.variable})"]

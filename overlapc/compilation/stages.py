@@ -13,7 +13,7 @@ from typing import Any
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
-from overlapc.codegen.buffer_pool import peak_bytes, pooled
+from overlapc.codegen.arena import in_arena, peak_bytes
 from overlapc.codegen.copies import peak_with_pools, stored_copies
 from overlapc.codegen.generated import Generated
 from overlapc.codegen.parts import split
@@ -144,7 +144,7 @@ def _generate(
     program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
     report = _with_shared_memory(record_of(result, choice, planned), planned)
     if config.memory == "pool":
-        program, report = _with_pool(program, report, schedule, lowered)
+        program, report = _with_arena(program, report, schedule, lowered)
     # An inner graph is not split: it runs as part of a call of the outer graph.
     parts = split(program) if config.cuda_graphs and not is_inner else None
     counts = counts_of(result, planned)
@@ -190,17 +190,17 @@ def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
     return replace(report, pool_bytes=shared, peak_bytes=peak)
 
 
-def _with_pool(
+def _with_arena(
     program: Program, report: GraphRecord, schedule: Schedule, lowered: LoweredGraph
 ) -> tuple[Program, GraphRecord]:
-    """Return `program` with its buffers in a pool, and `report` with its peak; both unchanged if the pool would exceed
-    the memory budget."""
-    on_pool = pooled(program)
-    peak = peak_bytes(on_pool, schedule, lowered.hint) + report.pool_bytes
+    """Return `program` with its buffers in an arena, and `report` with its peak; both unchanged if the arena would
+    exceed the memory budget."""
+    in_one = in_arena(program)
+    peak = peak_bytes(in_one, schedule, lowered.hint) + report.pool_bytes
     if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
-        count("pools_over_budget")
+        count("arenas_over_budget")
         return program, report
-    return on_pool, replace(report, peak_bytes=peak)
+    return in_one, replace(report, peak_bytes=peak)
 
 
 def _uncompiled(gm: GraphModule, node: Node, why: str) -> Callable[..., Any]:

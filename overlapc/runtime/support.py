@@ -110,9 +110,9 @@ def standing_alone(result: Any) -> Any:
     return view(result, result.size(), result.stride(), 0) if viewed else result
 
 
-def carve(pool: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a buffer in a pool of bytes, `offset` bytes from its start; a multiple of every element's size."""
-    whole = pool if dtype == torch.uint8 else pool.view(dtype)
+def carve(arena: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a buffer in an arena of bytes, `offset` bytes from its start; a multiple of every element's size."""
+    whole = arena if dtype == torch.uint8 else arena.view(dtype)
     return torch.as_strided(whole, size, stride, offset // dtype.itemsize)
 
 

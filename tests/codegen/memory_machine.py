@@ -9,7 +9,7 @@ import torch
 
 from overlapc.codegen.program import (
     Allocate,
-    AllocatePool,
+    AllocateArena,
     Call,
     Carve,
     Free,
@@ -27,11 +27,11 @@ from tests.ir.interpret import evaluate
 
 @dataclass
 class Block:
-    """Memory of one allocation or of one place in a pool. `holds` names the buffer whose content it has."""
+    """Memory of one allocation or of one place in an arena. `holds` names the buffer whose content it has."""
 
     bytes: int
     holds: str | None = None
-    place: tuple[str, int] | None = None  # pool and offset
+    place: tuple[str, int] | None = None  # arena and offset
 
 
 @dataclass
@@ -41,8 +41,8 @@ class Machine:
     program: Program
     graph: LoweredGraph
     blocks: dict[str, Block] = field(default_factory=dict)  # by variable
-    pools: dict[str, int] = field(default_factory=dict)  # bytes
-    # Includes arguments and whole pools; a buffer that may reuse an argument's memory counts in addition to it.
+    arenas: dict[str, int] = field(default_factory=dict)  # bytes
+    # Includes arguments and whole arenas; a buffer that may reuse an argument's memory counts in addition to it.
     peak_bytes: int = 0
 
     def run(self) -> None:
@@ -54,10 +54,10 @@ class Machine:
         for item in self.program.instructions:
             self._step(item)
             alone = (block.bytes for block in self.blocks.values() if block.place is None)
-            self.peak_bytes = max(self.peak_bytes, sum(self.pools.values()) + sum(alone))
+            self.peak_bytes = max(self.peak_bytes, sum(self.arenas.values()) + sum(alone))
         returned = {self.graph.root(view.buffer) for view in tree_leaves(self.graph.outputs) if isinstance(view, View)}
         assert set(self.blocks) - owned == returned - owned, "something is never freed"
-        assert not self.pools
+        assert not self.arenas
         blocks = [id(self.blocks[name]) for name in returned]
         assert len(set(blocks)) == len(blocks), "two results in one memory"
 
@@ -71,8 +71,8 @@ class Machine:
     def _step(self, item: Instruction) -> None:
         if isinstance(item, Allocate):
             self._new(item.variable, Block(self._bytes(item.layout)))
-        elif isinstance(item, AllocatePool):
-            self.pools[item.variable] = item.bytes
+        elif isinstance(item, AllocateArena):
+            self.arenas[item.variable] = item.bytes
         elif isinstance(item, Carve):
             self._carve(item)
         elif isinstance(item, TakeOver):
@@ -83,7 +83,7 @@ class Machine:
             self._new(item.variable, self.blocks[item.source])
         elif isinstance(item, Free):
             for name in item.variables:
-                del (self.pools if name in self.pools else self.blocks)[name]
+                del (self.arenas if name in self.arenas else self.blocks)[name]
         elif isinstance(item, Launch):
             self._launch(item)
         elif isinstance(item, Call):
@@ -94,16 +94,16 @@ class Machine:
                     self._holds(self.program.variables[view.buffer], view.buffer)
 
     def _carve(self, item: Carve) -> None:
-        """Take a free place in a pool, or the place of a buffer of the same size that is freed next (a take-over)."""
+        """Take a free place in an arena, or the place of a buffer of the same size that is freed next (a take-over)."""
         begin, size = item.offset, self._bytes(item.layout)
-        assert begin + size <= self.pools[item.pool]
+        assert begin + size <= self.arenas[item.arena]
         for block in list(self.blocks.values()):
-            if block.place is None or block.place[0] != item.pool:
+            if block.place is None or block.place[0] != item.arena:
                 continue
             if block.place[1] == begin and block.bytes == size:
                 return self._new(item.variable, block)
             assert begin + size <= block.place[1] or block.place[1] + block.bytes <= begin, "places overlap"
-        return self._new(item.variable, Block(size, place=(item.pool, begin)))
+        return self._new(item.variable, Block(size, place=(item.arena, begin)))
 
     def _holds(self, variable: str, buffer: str) -> None:
         held = self.blocks[variable].holds

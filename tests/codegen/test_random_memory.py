@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
 from overlapc.codegen import program_builder
-from overlapc.codegen.buffer_pool import peak_bytes, pooled
+from overlapc.codegen.arena import in_arena, peak_bytes
 from overlapc.codegen.program import Program
 from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.sources import Sources, generate_kernels
@@ -44,4 +44,4 @@ def test_memory_has_the_content_that_is_read_in_any_order_of_any_program(
     with patch.object(program_builder, "SMALLEST_REUSED", 0):
         made = build_program(schedule, graph, generate_kernels(schedule, Sources(graph)), donated=donated)
     assert check(made, schedule, graph) <= analyze(schedule).peak_bytes
-    check(pooled(made), schedule, graph)
+    check(in_arena(made), schedule, graph)

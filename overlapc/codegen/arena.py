@@ -1,12 +1,12 @@
 """One allocation for all buffers that are allocated and freed within a graph (`memory="pool"`).
 
     a = allocate 64KiB; b = allocate 64KiB; free a; c = allocate 32KiB
- -> pool = allocate 128KiB; a = pool[0:]; b = pool[64KiB:]; free a; c = pool[0:]
+ -> arena = allocate 128KiB; a = arena[0:]; b = arena[64KiB:]; free a; c = arena[0:]
 
-There is one pool per device. Three kinds of buffers keep an allocation of their own: buffers that are returned
+There is one arena per device. Three kinds of buffers keep an allocation of their own: buffers that are returned
 (results, activations saved for backward), because their owner frees them independently; buffers of symbolic size; and
 arguments of calls that depend on where memory begins (`as_strided_scatter`), because the buffer must begin there, too.
-A best-fit arena assigns offsets in program order, so the pool may be larger than the peak of live bytes;
+`Arena` assigns offsets by best fit in program order, so it may be larger than the peak of live bytes;
 `peak_bytes` accounts for that, and the report shows the difference.
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from overlapc.codegen.program import (
     Allocate,
-    AllocatePool,
+    AllocateArena,
     Call,
     Carve,
     Free,
@@ -42,7 +42,7 @@ class Arena:
     """Assigns offsets in one allocation: the best fit among the holes, or the end if no hole is large enough."""
 
     def __init__(self) -> None:
-        self.bytes = 0  # size of the whole pool so far
+        self.bytes = 0  # size of the whole arena so far
         self._holes: list[tuple[int, int]] = []  # (offset, bytes), by offset, never adjacent
         self._taken: dict[int, int] = {}  # offset -> bytes
 
@@ -83,16 +83,16 @@ class _Chain:
     offset: int = -1
 
 
-def pooled(program: Program) -> Program:
-    """Return `program` with one pool per device for the buffers that it allocates and frees itself.
+def in_arena(program: Program) -> Program:
+    """Return `program` with one arena per device for the buffers that it allocates and frees itself.
 
-    Return the same object if no buffer can be pooled.
+    Return the same object if no buffer can be in one.
     """
     chains = _chains(program)
     if not chains:
         return program
     arenas: dict[torch.device, Arena] = {}
-    names = {device: f"pool_{str(device).replace(':', '')}" for device in {chain.device for chain in chains.values()}}
+    names = {device: f"arena_{str(device).replace(':', '')}" for device in {chain.device for chain in chains.values()}}
     last = _last_frees(program, chains)
     body: list[Instruction] = []
     for at, item in enumerate(program.instructions):
@@ -113,8 +113,8 @@ def pooled(program: Program) -> Program:
             if done:
                 body.append(Free(done))
     first = _first_of_body(body)
-    pools = [AllocatePool(names[device], device, arena.bytes) for device, arena in arenas.items()]
-    return replace(program, instructions=(*body[:first], *pools, *body[first:]))
+    allocations = [AllocateArena(names[device], device, arena.bytes) for device, arena in arenas.items()]
+    return replace(program, instructions=(*body[:first], *allocations, *body[first:]))
 
 
 def peak_bytes(program: Program, schedule: Schedule, hint: Callable[[sympy.Expr], int]) -> int:
@@ -136,7 +136,7 @@ def peak_bytes(program: Program, schedule: Schedule, hint: Callable[[sympy.Expr]
 
 
 def _chains(program: Program) -> dict[str, _Chain]:
-    """Map each variable that can be pooled to its chain: buffers of static size that are freed within the program."""
+    """Map each variable that can be in an arena to its chain: buffers of static size that the program frees."""
     found: dict[str, _Chain] = {}
     freed: set[str] = set()
     for item in program.instructions:
@@ -148,9 +148,9 @@ def _chains(program: Program) -> dict[str, _Chain]:
             found[item.variable] = found[item.source]
         elif isinstance(item, Free):
             freed.update(item.variables)
-    unpooled = {id(found[name]) for name in (*_returned(program), *_address_dependent(program)) if name in found}
+    outside = {id(found[name]) for name in (*_returned(program), *_address_dependent(program)) if name in found}
     ending = {id(found[name]) for name in freed if name in found}
-    return {name: chain for name, chain in found.items() if id(chain) in ending - unpooled}
+    return {name: chain for name, chain in found.items() if id(chain) in ending - outside}
 
 
 def _returned(program: Program) -> Iterable[str]:
@@ -168,7 +168,7 @@ def _address_dependent(program: Program) -> Iterable[str]:
 
 
 def _last_frees(program: Program, chains: Mapping[str, _Chain]) -> dict[torch.device, int]:
-    """Map each device to the position of the last Free of a pooled buffer."""
+    """Map each device to the position of the last Free of a buffer in its arena."""
     found: dict[torch.device, int] = {}
     for at, item in enumerate(program.instructions):
         if isinstance(item, Free):
@@ -177,5 +177,5 @@ def _last_frees(program: Program, chains: Mapping[str, _Chain]) -> dict[torch.de
 
 
 def _first_of_body(body: Iterable[Instruction]) -> int:
-    """Return the position of the first Carve: the pool is allocated only after the inputs have been checked."""
+    """Return the position of the first Carve: the arena is allocated only after the inputs have been checked."""
     return next(at for at, item in enumerate(body) if isinstance(item, Carve))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from overlapc.codegen.buffer_pool import ALIGNMENT_BYTES, Arena, pooled
+from overlapc.codegen.arena import ALIGNMENT_BYTES, Arena, in_arena
 from overlapc.codegen.generators import generator_for
-from overlapc.codegen.program import Allocate, AllocatePool, Carve, Program
+from overlapc.codegen.program import Allocate, AllocateArena, Carve, Program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
 from overlapc.errors import ConfigError
@@ -39,20 +39,20 @@ def run(program: Program, *inputs: Tensor) -> tuple[Tensor, ...]:
 def test_temporaries_share_one_allocation_and_results_have_separate_ones():
     x, w = torch.randn(32, 32), torch.randn(32, 32)
     program, _, _ = compiled(chain, x, w)
-    on_pool = pooled(program)
-    (pool,) = of(on_pool, AllocatePool)
-    kept = {item.variable for item in of(on_pool, Allocate)}
+    in_one = in_arena(program)
+    (arena,) = of(in_one, AllocateArena)
+    kept = {item.variable for item in of(in_one, Allocate)}
     assert len(kept) < len(of(program, Allocate))
-    outputs = run(on_pool, x, w)
+    outputs = run(in_one, x, w)
     assert all(torch.equal(a, b) for a, b in zip(outputs, run(program, x, w), strict=True))
     assert len({output.untyped_storage().data_ptr() for output in outputs}) == 2
-    assert all(output.untyped_storage().nbytes() < pool.bytes for output in outputs)
+    assert all(output.untyped_storage().nbytes() < arena.bytes for output in outputs)
 
 
 def test_buffers_that_are_live_at_the_same_time_do_not_overlap():
     program, _, _ = compiled(chain, torch.randn(32, 32), torch.randn(32, 32))
     live: dict[str, tuple[int, int]] = {}
-    for item in pooled(program).instructions:
+    for item in in_arena(program).instructions:
         if isinstance(item, Carve):
             begin, end = item.offset, item.offset + int(item.layout.storage_bytes())
             others = [span for name, span in live.items() if span != (begin, end)]
@@ -82,7 +82,7 @@ def test_an_arena_returns_disjoint_aligned_places_and_joins_holes(requests: list
     assert arena.bytes >= before
 
 
-def test_a_training_step_with_a_pool_has_the_same_results_and_the_reported_peak(tmp_path: Path):
+def test_a_training_step_with_an_arena_has_the_same_results_and_the_reported_peak(tmp_path: Path):
     torch.manual_seed(0)
     model, x = Block(), torch.randn(8, 16)
     results = []
@@ -138,7 +138,7 @@ def test_a_call_that_reads_from_the_start_of_a_storage_finds_its_buffer_there(se
     torch.testing.assert_close(result, function(x), rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_take_and_as_strided_with_a_pool_equal_eager():
+def test_gradients_of_take_and_as_strided_with_an_arena_equal_eager():
     def function(x: Tensor) -> Tensor:
         def inner(x: Tensor) -> Tensor:
             return x.take(torch.arange(4) * 5 % x.numel()).as_strided((2, 2), (2, 1), 0)
@@ -147,10 +147,10 @@ def test_gradients_of_take_and_as_strided_with_a_pool_equal_eager():
 
     torch._dynamo.reset()
     x, gradient = torch.randn(6, 1, requires_grad=True), torch.randn(2, 2, 2)
-    on_pool = torch.compile(function, backend="overlapc", options={"memory": "pool"})
-    assert torch.equal(*(torch.autograd.grad(call(x), x, gradient)[0] for call in (on_pool, function)))
+    in_one = torch.compile(function, backend="overlapc", options={"memory": "pool"})
+    assert torch.equal(*(torch.autograd.grad(call(x), x, gradient)[0] for call in (in_one, function)))
 
 
-def test_a_pool_with_the_fx_wrapper_is_an_error():
+def test_an_arena_with_the_fx_wrapper_is_an_error():
     with pytest.raises(ConfigError, match="wrapper='python'"):
         Config(memory="pool", wrapper="fx")
