@@ -127,24 +127,31 @@ class CopyRules:
     def why_not(self, collective: Collective) -> str | None:
         """Return the reason why copies cannot carry this collective, or None if they can."""
         start, comm = collective.start, collective.comm
-        kind = KINDS.get(comm.collective)
         if comm.group in self.library_groups:
             return "its size differs from that in the graph compiled first, whose shared-memory layout all ranks keep"
-        if collective.synchronous or kind is None:
-            return "it is not an asynchronous collective with a start and a wait"
-        if kind.name in REDUCTIONS:
-            return refusal(start) or self._refused(start, comm.ranks) or "its op takes a list of tensors"
-        if not kind.by_copies:
-            return f"{kind.name} is not implemented by copies yet"
-        if kind.name == "all_to_all" and not has_equal_parts(collective):
-            return "its parts differ in size or have symbolic sizes"
-        if len(collective.waits) != 1 or isinstance(argument(start, 0), list | tuple):
-            return "its op takes a list of tensors, or its wait is in another graph"
-        return self._refused(start, comm.ranks)
+        reason = form_refused(collective) or self._refused(start, comm.ranks)
+        return reason or ("its op takes a list of tensors" if comm.collective in REDUCTIONS else None)
 
     def _refused(self, start: Node, ranks: Sequence[int]) -> str | None:
         """Return the reason why copies cannot carry the data of `start` between `ranks`, or None if they can."""
         return _indivisible(start, len(ranks)) or self.reach.apart(ranks, argument(start, 0).meta["val"].device.type)
+
+
+def form_refused(collective: Collective) -> str | None:
+    """Return the reason why copies carry no collective of this form, wherever its ranks are; None if they can."""
+    start, comm = collective.start, collective.comm
+    kind = KINDS.get(comm.collective)
+    if collective.synchronous or kind is None:
+        return "it is not an asynchronous collective with a start and a wait"
+    if kind.name in REDUCTIONS:
+        return refusal(start) or _indivisible(start, len(comm.ranks))
+    if not kind.by_copies:
+        return f"{kind.name} is not implemented by copies yet"
+    if kind.name == "all_to_all" and not has_equal_parts(collective):
+        return "its parts differ in size or have symbolic sizes"
+    if len(collective.waits) != 1 or isinstance(argument(start, 0), list | tuple):
+        return "its op takes a list of tensors, or its wait is in another graph"
+    return _indivisible(start, len(comm.ranks))
 
 
 def _indivisible(start: Node, ranks: int) -> str | None:

@@ -17,7 +17,7 @@ from overlapc.config import Config
 from overlapc.estimators.base import Estimator
 from overlapc.estimators.device import DeviceProfile
 from overlapc.fx.comm.canonical import canonicalize
-from overlapc.fx.comm.collectives import find_collectives
+from overlapc.fx.comm.collectives import Collective, find_collectives
 from overlapc.fx.comm.exchange import may_be_exchanged, travelling_bytes
 from overlapc.fx.comm.fsdp2 import clean_up
 from overlapc.fx.comm.group_names import GroupNames
@@ -33,11 +33,13 @@ from overlapc.planning.agreed import Agreed, Followed, forget_before_reset, key_
 from overlapc.planning.agreed_order import may_run_beside
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
+from overlapc.planning.copy_rules import form_refused
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import device_types
 from overlapc.planning.graph_planner import GraphPlanner, Planned, described
 from overlapc.planning.rank_notes import notes_of
 from overlapc.runtime.counters import count
+from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.model import Comm
 
 
@@ -74,11 +76,12 @@ def plan_graph(
     attention = attention_kernels(gm.graph)
     if attention:
         dumps.write("fx", "attention", lambda: "\n".join(f"{calls} {what}" for what, calls in attention.items()))
-    communication = described(find_collectives(gm.graph, config.safe_communication))
+    collectives = find_collectives(gm.graph, config.safe_communication)
+    communication = described(collectives)
     peers = peers_of_graph(communication, config)
     if peers is not None:
         forget_before_reset(peers)
-    captured = tuple((node.name, as_sent(node, found.comm)) for node, found in communication.items())
+    captured = tuple((collective.start.name, as_copied(collective)) for collective in collectives)
     key = key_of(name, config) if peers and not schedule_only else None
     known: list[Agreed] = peers.agreed[key] if peers is not None and key is not None else []
     followed = to_follow(known, captured, peers) if peers is not None else None
@@ -187,15 +190,17 @@ def peers_of_graph(communication: Mapping[Node, Communication], config: Config) 
     return peers_of(ranks)
 
 
-def as_sent(start: Node, comm: Comm) -> Comm:
-    """Return `comm` with the bytes that an exchange in place of a reduction would send.
+def as_copied(collective: Collective) -> Comm:
+    """Return the collective with the transport and the bytes that it has where copies reach its ranks.
 
-    A step that adds gradients of earlier micro-batches before it reduces them sends float32 where other steps send
-    bfloat16. All ranks take such a step together, so all of them compile its graph.
+    Graphs of one function differ in these although their collectives have the same data: copies carry none of symbolic
+    size, and a step that adds gradients of earlier micro-batches before it reduces them sends float32 where other steps
+    send bfloat16 (all ranks take such a step together, so all of them compile its graph).
     """
-    if may_be_exchanged(start):
-        return replace(comm, bytes=travelling_bytes(start))
-    return comm
+    start, comm = collective.start, collective.comm
+    if form_refused(collective) is not None:
+        return comm
+    return replace(comm, via=COPY, bytes=travelling_bytes(start) if may_be_exchanged(start) else comm.bytes)
 
 
 def _copy_costs(profile: DeviceProfile) -> CopyCosts:

@@ -334,6 +334,26 @@ def communicates_activations(x: Tensor) -> Tensor:
     return funcol.all_reduce(x.sin(), "sum", dist.group.WORLD).cos()
 
 
+def turned_batches() -> tuple[list[bool], list[str]]:
+    """Communicate a batch of 4 x 6 and then one of 6 x 4, which Dynamo compiles again, for symbolic sizes.
+
+    Return whether each result equals eager's, and the transport in both graphs.
+    """
+    options = {"rank_timeout": 20.0, "transport": "copy", "warm_start": False}
+    call = torch.compile(communicates_activations, backend="overlapc", options=options)
+    with torch.no_grad():
+        batches = (torch.ones(4, 6), torch.ones(6, 4))
+        equal = [torch.allclose(call(x), communicates_activations(x)) for x in batches]
+    graphs = record.report_of_process().steps[-1].graphs
+    return equal, [row.via for graph in graphs for row in graph.collectives]
+
+
+def test_a_graph_of_symbolic_sizes_follows_no_copies_of_a_graph_of_fixed_sizes_that_moved_as_many_bytes() -> None:
+    equal, transports = values_on_ranks(turned_batches, 2, timeout_s=60)[0]
+    assert equal == [True, True]
+    assert transports == ["copy", "copy", ""], "an exchange and a gather, then an all-reduce of symbolic size"
+
+
 def other_sizes_of_collectives() -> str:
     options = {"rank_timeout": 10.0, "native": False}
     step = torch.compile(communicates_activations, backend="overlapc", options=options, dynamic=False)
