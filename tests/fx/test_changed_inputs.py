@@ -148,3 +148,31 @@ def test_an_input_is_copied_only_if_backward_reads_its_old_content() -> None:
     forward, backward = graphs(by_all)
     assert "copy_" in forward
     assert forward.count("clone") == (1 if "sin" in backward else 0)
+
+
+class ChangesItsGradient(torch.autograd.Function):
+    """Expert parallelism of NeMo Automodel reduces the gradient that its backward gets in place."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        before = gradient.sum()
+        gradient.mul_(2)
+        return gradient * before
+
+
+@pytest.mark.parametrize("behind", [None, torch.cos], ids=["a result", "an inner value"])
+def test_a_backward_may_change_the_gradient_that_it_gets(behind):
+    def step(x: Tensor) -> Tensor:
+        result = ChangesItsGradient.apply(x.sin())
+        return result if behind is None else behind(result)
+
+    gradients = []
+    for call in (step, torch.compile(step, backend="overlapc", fullgraph=True)):
+        x = torch.arange(4.0, requires_grad=True)
+        call(x).backward(torch.arange(1.0, 5.0))
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)

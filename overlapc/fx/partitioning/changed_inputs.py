@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.partitioning.duplicates import storage_of
-from overlapc.fx.versions.graphs import belongs_to_backward, inputs_changed_unseen, inputs_written_after
+from overlapc.fx.versions.graphs import belongs_to_backward, inputs_changed_unseen, inputs_written_after, is_tangent
 
 aten = torch.ops.aten
 
@@ -33,8 +33,9 @@ def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]
     Return a mapping from the name of each copy to that of its input. torch's partitioner saves the copy, or values
     computed from it, for backward: the copy itself is never recomputed.
     """
-    inputs = joint.find_nodes(op="placeholder")
+    inputs = [node for node in joint.find_nodes(op="placeholder") if not is_tangent(node)]
     output = joint.output_node()
+    behind = joint.find_nodes(op="placeholder")[-1].next
     order = {node: at for at, node in enumerate(joint.nodes)}
     written_after, unseen = inputs_written_after(joint), inputs_changed_unseen(joint)
     copies: dict[str, str] = {}
@@ -51,7 +52,7 @@ def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]
         gradients = [at for at in range(forward_outputs, len(results)) if results[at] is node and node not in unseen]
         if not readers and not gradients:
             continue
-        copy = NodeWriter(inputs[-1].next, node).call(aten.clone.default, node)
+        copy = NodeWriter(behind, node).call(aten.clone.default, node)
         copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # torch's partitioner must not recompute it
         for reader in readers:
             reader.replace_input_with(node, copy)

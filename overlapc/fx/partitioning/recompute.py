@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from overlapc.fx.versions.graphs import is_tangent
+
 aten = torch.ops.aten
 
 _SMALL = 16  # the size of a root that is smaller than the value by this factor is ignored
@@ -103,8 +105,7 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that depend on tangents."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
-        tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if tangent or any(operand in backward for operand in node.all_input_nodes):
+        if is_tangent(node) or any(operand in backward for operand in node.all_input_nodes):
             backward.add(node)
     return backward
 

@@ -73,6 +73,11 @@ def belongs_to_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node of a joint graph is an input of its backward alone: the gradient of a result."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
 def inputs_written_after(joint: fx.Graph) -> set[fx.Node]:
     """Return the inputs of a joint graph into which AOTAutograd's wrapper copies results after forward has run."""
     results = map(_outermost, joint.output_node().meta["desc"])
