@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._guards import CompileContext
@@ -15,11 +15,9 @@ from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
 from overlapc.graph_names import kind_of
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
+from overlapc.planning.copy_rules import AgreedCopies
 from overlapc.runtime.cache import content_key
 from overlapc.schedule.model import Comm
-
-if TYPE_CHECKING:
-    from overlapc.planning.copy_rules import AgreedCopies
 
 Key = tuple[object, ...]
 Captured = tuple[tuple[str, Comm], ...]  # (name, collective) of a graph, in program order
