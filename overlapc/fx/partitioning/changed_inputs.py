@@ -7,8 +7,8 @@ another value. The gradients of aot_eager and Inductor are wrong in this case.
     forward: y = sin(x) * w; copy_(x, x + 1)                             backward: grad * sin(x)
  -> forward: y = sin(x) * w; before = clone(x); copy_(x, x + 1)          backward: grad * sin(before)
 
-Autograd does not know of changes through `x.data`: in eager, a saved tensor has then changed, too. So reads of the
-input by backward's own nodes stay; nodes of forward that backward recomputes read the copy.
+Autograd does not know of changes through `x.data`: in eager, a saved tensor has then changed, too. In that case
+AOTAutograd lets backward read the changed value, which is a node of its own in the joint graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.partitioning.duplicates import storage_of
-from overlapc.fx.versions.graphs import belongs_to_backward, inputs_changed_unseen, inputs_written_after, is_tangent
+from overlapc.fx.versions.graphs import belongs_to_backward, inputs_written_after, is_tangent
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]
     output = joint.output_node()
     behind = joint.find_nodes(op="placeholder")[-1].next
     order = {node: at for at, node in enumerate(joint.nodes)}
-    written_after, unseen = inputs_written_after(joint), inputs_changed_unseen(joint)
+    written_after = inputs_written_after(joint)
     copies: dict[str, str] = {}
     for node in inputs:
         first = min((order[write] for write in writes_of(node) if not belongs_to_backward(write)), default=None)
@@ -45,11 +45,9 @@ def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]
             if node not in written_after:
                 continue
             first = order[output]
-        readers = [
-            user for user in node.users if order[user] < first and not (node in unseen and belongs_to_backward(user))
-        ]
+        readers = [user for user in node.users if order[user] < first]
         results = list(output.args[0])  # type: ignore[arg-type]
-        gradients = [at for at in range(forward_outputs, len(results)) if results[at] is node and node not in unseen]
+        gradients = [at for at in range(forward_outputs, len(results)) if results[at] is node]
         if not readers and not gradients:
             continue
         copy = NodeWriter(behind, node).call(aten.clone.default, node)

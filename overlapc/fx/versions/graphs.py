@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
-    DifferentiableAOTInput,
     InputMutationAOTOutput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
-    TangentAOTInput,
 )
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import is_opaque_value
@@ -83,20 +81,6 @@ def inputs_written_after(joint: fx.Graph) -> set[fx.Node]:
     results = map(_outermost, joint.output_node().meta["desc"])
     written = {result.mutated_input for result in results if isinstance(result, InputMutationAOTOutput)}
     return {node for node in joint.find_nodes(op="placeholder") if _outermost(node.meta.get("desc")) in written}
-
-
-def inputs_changed_unseen(joint: fx.Graph) -> set[fx.Node]:
-    """Return the inputs of a joint graph that are changed without autograd's knowledge, as through `x.data`."""
-    infos = getattr(getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None), "input_info", ())
-    nodes: dict[Any, list[fx.Node]] = {}
-    for node in joint.find_nodes(op="placeholder"):
-        description = _outermost(node.meta.get("desc"))
-        if isinstance(description, DifferentiableAOTInput) and not isinstance(description, TangentAOTInput):
-            nodes.setdefault(description, []).append(node)
-    if len(nodes) != len(infos):
-        return set()
-    found = zip(nodes.values(), infos, strict=True)
-    return {node for parts, info in found if info.mutations_hidden_from_autograd for node in parts}
 
 
 def _outermost(description: Any) -> Any:
