@@ -33,7 +33,7 @@ from overlapc.planning.agreed import Agreed, Followed, forget_before_reset, key_
 from overlapc.planning.agreed_order import may_run_beside
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
-from overlapc.planning.copy_rules import form_refused
+from overlapc.planning.copy_rules import considers_copies, form_refused
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import device_types
 from overlapc.planning.graph_planner import GraphPlanner, Planned, described
@@ -81,7 +81,9 @@ def plan_graph(
     peers = peers_of_graph(communication, config)
     if peers is not None:
         forget_before_reset(peers)
-    captured = tuple((collective.start.name, as_copied(collective)) for collective in collectives)
+    profile = profile_of(config, device_types(gm))
+    by_copies = considers_copies(config, profile)
+    captured = tuple((collective.start.name, as_sent(collective, by_copies)) for collective in collectives)
     key = key_of(name, config) if peers and not schedule_only else None
     known: list[Agreed] = peers.agreed[key] if peers is not None and key is not None else []
     followed = to_follow(known, captured, peers) if peers is not None else None
@@ -96,7 +98,6 @@ def plan_graph(
             if cached.agreed is not None and not alone:
                 known.append(cached.agreed)
             return Reused(copies)
-        profile = profile_of(config, device_types(gm))
         if agreement is not None:
             profile = agreement.agree_on_profile(profile)
         if pack(gm, _copy_costs(profile)):
@@ -190,17 +191,17 @@ def peers_of_graph(communication: Mapping[Node, Communication], config: Config) 
     return peers_of(ranks)
 
 
-def as_copied(collective: Collective) -> Comm:
-    """Return the collective with the transport and the bytes that it has where copies reach its ranks.
+def as_sent(collective: Collective, by_copies: bool) -> Comm:
+    """Return the collective with the bytes that it sends, and with the transport that it has where copies reach its
+    ranks. by_copies: whether copies may carry collectives.
 
     Graphs of one function differ in these although their collectives have the same data: copies carry none of symbolic
     size, and a step that adds gradients of earlier micro-batches before it reduces them sends float32 where other steps
     send bfloat16 (all ranks take such a step together, so all of them compile its graph).
     """
     start, comm = collective.start, collective.comm
-    if form_refused(collective) is not None:
-        return comm
-    return replace(comm, via=COPY, bytes=travelling_bytes(start) if may_be_exchanged(start) else comm.bytes)
+    sent = replace(comm, bytes=travelling_bytes(start)) if may_be_exchanged(start) else comm
+    return replace(sent, via=COPY) if by_copies and form_refused(collective) is None else sent
 
 
 def _copy_costs(profile: DeviceProfile) -> CopyCosts:

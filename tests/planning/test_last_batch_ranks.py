@@ -334,24 +334,30 @@ def communicates_activations(x: Tensor) -> Tensor:
     return funcol.all_reduce(x.sin(), "sum", dist.group.WORLD).cos()
 
 
-def turned_batches() -> tuple[list[bool], list[str]]:
-    """Communicate a batch of 4 x 6 and then one of 6 x 4, which Dynamo compiles again, for symbolic sizes.
+def turned_batches(transport: str, ranks: int) -> tuple[list[bool], list[str]]:
+    """Communicate a batch of 4 x 6 and then, on the first `ranks` ranks, one of 6 x 4: Dynamo compiles again there, for
+    symbolic sizes.
 
-    Return whether each result equals eager's, and the transport in both graphs.
+    Return whether each result equals eager's, and the transport in all graphs.
     """
-    options = {"rank_timeout": 20.0, "transport": "copy", "warm_start": False}
+    options = {"rank_timeout": 20.0, "transport": transport, "warm_start": False}
     call = torch.compile(communicates_activations, backend="overlapc", options=options)
     with torch.no_grad():
-        batches = (torch.ones(4, 6), torch.ones(6, 4))
+        batches = (torch.ones(4, 6), torch.ones(6, 4) if dist.get_rank() < ranks else torch.ones(4, 6))
         equal = [torch.allclose(call(x), communicates_activations(x)) for x in batches]
     graphs = record.report_of_process().steps[-1].graphs
     return equal, [row.via for graph in graphs for row in graph.collectives]
 
 
 def test_a_graph_of_symbolic_sizes_follows_no_copies_of_a_graph_of_fixed_sizes_that_moved_as_many_bytes() -> None:
-    equal, transports = values_on_ranks(turned_batches, 2, timeout_s=60)[0]
+    equal, transports = values_on_ranks(turned_batches, 2, "copy", 2, timeout_s=60)[0]
     assert equal == [True, True]
     assert transports == ["copy", "copy", ""], "an exchange and a gather, then an all-reduce of symbolic size"
+
+
+def test_one_rank_alone_compiles_for_symbolic_sizes_where_the_library_moves_as_many_bytes() -> None:
+    first, second = values_on_ranks(turned_batches, 2, "nccl", 1, timeout_s=60)
+    assert (first, second) == (([True, True], ["", ""]), ([True, True], [""]))
 
 
 def other_sizes_of_collectives() -> str:
