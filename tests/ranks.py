@@ -239,6 +239,10 @@ def _work(job: _Job) -> None:
     stacks = (job.out / f"stacks.{rank}").open("w")  # one file per rank, so that concurrent dumps do not mix
     faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1), file=stacks)  # if it hangs
     dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout_s))
+    # A function may end at once: then another rank, still connecting, would fail instead.
+    (job.out / f"connected.{rank}.{attempt}").touch()
+    while len(list(job.out.glob(f"connected.*.{attempt}"))) < dist.get_world_size() and time.monotonic() < job.ends:
+        time.sleep(0.002)
     began = time.monotonic()
     outcome = None
     try:
