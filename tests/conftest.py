@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ if not torch.cuda.is_available():
 # Most tests do not need the best order of nodes, and searching for it takes half of the compile time: search less.
 # tests/passes and tests/schedules test the search.
 os.environ.setdefault("OVERLAPC_SEARCH_EFFORT", "100")
+
+# Collections of garbage go over all that torch and sympy keep, again and again: a seventh of the time of these tests.
+gc.set_threshold(50_000, 20, 100)
 
 # Files that take 20 CPU seconds or more, longest first. Workers take files in this order: a worker that starts a long
 # file last would keep the other workers waiting.

@@ -48,8 +48,7 @@ def checked(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int
     if tensor.shape == tuple(size) and (tensor.stride() == tuple(stride) or _same_steps(tensor, stride)):
         if tensor.dtype == dtype and not is_lazy(tensor):
             return tensor
-        laid_out = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
-        return laid_out.zero_() if tensor._is_zerotensor() else laid_out.copy_(tensor)
+        return _copied(tensor, stride, dtype)
     raise LayoutError(
         f"{name} has size {tuple(tensor.shape)} and stride {tensor.stride()}, "
         f"but was compiled for size {tuple(size)} and stride {tuple(stride)}\n"
@@ -182,7 +181,21 @@ def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence
         )
     if tensor.dtype == dtype and (tensor.stride() == tuple(stride) or _same_steps(tensor, stride)):
         return tensor
-    return torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
+    return _copied(tensor, stride, dtype)
+
+
+def _copied(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a copy of `tensor` in these strides; where one of them is 0, all elements are the first one."""
+    copy = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
+    written = copy
+    for dim, step in enumerate(stride):
+        if step == 0 and tensor.shape[dim] > 1:  # torch writes no element twice
+            written, tensor = written.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    if tensor._is_zerotensor():
+        written.zero_()
+    else:
+        written.copy_(tensor)
+    return copy
 
 
 @cache

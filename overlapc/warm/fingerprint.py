@@ -111,8 +111,9 @@ def _target(node: Node) -> str:
 def _argument(value: Any) -> str:
     if isinstance(value, Node):
         return f"%{value.name}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_argument, value))}]"
+    if isinstance(value, list | tuple):  # which differ as an index
+        parts = ",".join(map(_argument, value))
+        return f"({parts})" if isinstance(value, tuple) else f"[{parts}]"
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{_argument(item)}' for key, item in value.items())}}}"
     if isinstance(value, slice):

@@ -211,6 +211,33 @@ def test_a_causal_mask_changed_in_place_becomes_causal_attention(mask):
     assert become(node) == "causal"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mask, other: torch._foreach_copy_([mask], [other]),
+        lambda mask, other: torch._foreach_zero_([mask]),
+        lambda mask, other: torch.nn.functional.relu(mask, inplace=True),
+    ],
+)
+def test_a_change_that_names_its_mask_otherwise_is_seen(change):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = i_and_j(q)
+        mask = torch.where(j > i, -INFINITY, 0.0)
+        change(mask, torch.where(j < i - 3, -INFINITY, 0.0))
+        return attention(q, k, v, attn_mask=mask)
+
+    (node,) = rewritten(attend, *qkv())
+    assert become(node) == "masked"
+
+
+def test_a_list_as_index_picks_rows_of_a_mask_and_a_tuple_one_element():
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, attn_mask=by_tril(q)[list(reversed(range(N)))])
+
+    (node,) = rewritten(attend, *qkv())
+    assert become(node) == "masked"
+
+
 def test_a_mask_is_read_as_it_was_before_a_later_change():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         i, j = i_and_j(q)
@@ -423,6 +450,32 @@ def test_keys_repeated_for_groups_of_heads_are_not_copied(repeat, found):
     (node,) = rewritten(lambda q, k, v: attention(q, repeat(k), repeat(v), attn_mask=by_tril(q)), q, k, v)
     assert become(node) == "causal"
     assert bool(node.kwargs.get("enable_gqa")) is found
+
+
+def changed_after_the_repeat(k: Tensor) -> Tensor:
+    keys = repeated(k)
+    keys[..., :4] = -keys[..., :4]
+    return keys
+
+
+def of_keys_changed_later(k: Tensor) -> Tensor:
+    k = k * 1
+    keys = repeated(k)
+    k.zero_()
+    return keys
+
+
+def without_gradient(k: Tensor) -> Tensor:
+    with torch.no_grad():
+        return repeated(k)
+
+
+@pytest.mark.parametrize("repeat", [changed_after_the_repeat, of_keys_changed_later, without_gradient])
+def test_keys_are_copied_if_they_differ_from_their_source(repeat):
+    q, k, v = qkv(kv_heads=2)
+    (node,) = rewritten(lambda q, k, v: attention(q, repeat(k), repeated(v), attn_mask=by_tril(q)), q, k, v)
+    assert become(node) == "causal"
+    assert not node.kwargs.get("enable_gqa")
 
 
 def test_keys_are_copied_if_the_model_restricts_the_attention_kernel():

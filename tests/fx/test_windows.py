@@ -86,3 +86,16 @@ def test_a_step_computes_a_window_by_pieces_and_the_report_says_so(tmp_path: Pat
     same(compiled(*leaves), attend(*leaves), leaves)
     assert counted("attention_masks_windows") == 1
     assert f"its mask is a window, in pieces of {SHORTEST_PIECE}" in str(overlapc.report())
+
+
+def test_the_result_has_the_dim_order_of_eager() -> None:
+    """Torch computes values of another width by separate products, whose result is contiguous."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        at = torch.arange(LENGTH)
+        near = (at <= at[:, None]) & (at > at[:, None] - 5)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=near).view(2, -1)
+
+    query, key, value = inputs()
+    compiled = torch.compile(attend, backend="overlapc", fullgraph=True)
+    same(compiled(query, key, value[..., :4]), attend(query, key, value[..., :4]), [query, key, value])

@@ -41,6 +41,21 @@ def rows_of_ones(x):
     return torch.zeros(count, 3) + 1
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: (x[x > 0] ** 2).sum() + x[x > 0].exp().sum(),
+        lambda x, n: x[(x > 0).nonzero()[:, 0]].sum() + x[(x > 0).nonzero()[:, 0]].mean(),
+        lambda x, n: x[:, : n.item()].sum() * n.item() + x[:, : n.item()].mean(),
+    ],
+)
+def test_gradients_equal_eager_if_data_give_the_same_size_twice(function):
+    ours, theirs = (torch.arange(-3.0, 9.0).reshape(3, 4).requires_grad_() for _ in range(2))
+    compiled(function)(ours, torch.tensor(2)).backward()
+    function(theirs, torch.tensor(2)).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 def test_gradients_of_half_of_the_rows_that_data_choose_equal_eager():
     def halved(x: Tensor, mask: Tensor) -> Tensor:
         rows = x[mask.nonzero().squeeze(1)]

@@ -22,10 +22,19 @@ SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynam
         lambda x: torch.view_as_complex((x + 1).view(4, 2, 2)).conj().real * 2,
         lambda x: torch.view_as_real(torch.view_as_complex((x + 1).view(4, 2, 2)).conj_physical()) * 2,
         lambda x: torch.view_as_complex((x + 1).view(4, 2, 2)).conj().imag + 1,  # carries the negative bit
+        lambda x: (x[0] * 2).expand(3, 4).view(torch.int32) + 1,
+        lambda x: torch.view_as_real(torch.view_as_complex(x.view(8, 2)).expand(3, 8)) * 2,
     ],
 )
 def test_views_that_a_strided_layout_cannot_describe_equal_eager(function):
     same(function, torch.randn(4, 4))
+
+
+def test_the_gradient_of_a_sum_of_complex_numbers_equals_eager():
+    """It is one number, expanded to all elements and viewed as pairs."""
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled(lambda x: torch.complex(x, 2 * x).sum().real)(x).backward()
+    torch.testing.assert_close(x.grad, torch.ones(3, 4))
 
 
 def test_memory_under_a_view_of_another_dtype_is_not_reused():

@@ -132,6 +132,7 @@ def test_every_part_of_an_argument_is_part_of_the_key():
         slice(1, 5),
         slice(1, 4, 2),
         [1, 4],
+        (1, 4),
         (1, (4,)),
         {"a": 1},
         {"b": 1},

@@ -24,13 +24,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from overlapc.fx.captured.in_place import name_of
+from overlapc.fx.captured.in_place import Writes, name_of
 from overlapc.fx.masks.conditions import Box, Condition, NotNegative
 from overlapc.fx.masks.position_values import Cases, Grid, UnknownValue, condition_of
 from overlapc.fx.masks.positions import Positions
 from overlapc.fx.masks.windows import Window, window_of, windowed_attention
+from overlapc.fx.node_writer import described_like
+from overlapc.fx.versions.tensors import size_hint
 
 KEY = "overlapc_attention"  # under node.meta["custom"]
 CAUSAL, FULL, WINDOW = "its mask is causal", "its mask is true everywhere", "its mask is a window"
@@ -75,15 +78,16 @@ class _Rewriter:
 
         Return the positions of those inputs whose grids still hold at the end.
         """
-        positions = Positions()
+        positions, writes = Positions(), Writes()
         changed = False
         inputs = gm.graph.find_nodes(op="placeholder")
         for place, grid in given.items():
             positions.learn(inputs[place], grid)
         chosen = any("sdp" in name_of(node) for node in gm.graph.nodes)  # sdpa_kernel selects kernels in the graph
         for node in gm.graph.nodes:
+            writes.visit(node)
             if node.target is torch.nn.functional.scaled_dot_product_attention:
-                changed |= self._attention(node, positions, share=not chosen)
+                changed |= self._attention(node, positions, None if chosen else writes)
             elif node.op == "call_function" and getattr(node.target, "__name__", "") in _INNER:
                 self._inner(gm, node, positions)
             else:
@@ -110,10 +114,10 @@ class _Rewriter:
         for place in known.keys() - self.graph(inner, known):
             positions.forget(operands[place])  # type: ignore[arg-type]
 
-    def _attention(self, node: fx.Node, positions: Positions, *, share: bool) -> bool:
+    def _attention(self, node: fx.Node, positions: Positions, writes: Writes | None) -> bool:
         """Rewrite one attention if possible, note the reason in its metadata, and return whether it was rewritten.
 
-        share: keys and values may be passed without their repeats for grouped-query attention.
+        writes: those before `node`. None: keys and values must keep their repeats for grouped-query attention.
         """
         arguments = dict(zip(_PARAMETERS, node.args, strict=False)) | node.kwargs
         mask = arguments.get("attn_mask")
@@ -127,8 +131,8 @@ class _Rewriter:
         rewrite = mask is not None and verdict.outcome in (CAUSAL, FULL)
         if rewrite:
             arguments |= {"attn_mask": None, "is_causal": verdict.outcome == CAUSAL}
-        if share and arguments.get("attn_mask") is None:
-            rewrite |= _share_keys(arguments)
+        if writes is not None and arguments.get("attn_mask") is None:
+            rewrite |= _share_keys(arguments, writes)
         self._count += 1
         custom = dict(node.meta.get("custom") or {})
         node.meta["custom"] = {**custom, KEY: {"at": self._count, "why": verdict.why, "outcome": verdict.outcome}}
@@ -139,6 +143,8 @@ class _Rewriter:
         elif rewrite:
             node.args = tuple(arguments.pop(name) for name in ("query", "key", "value"))
             node.kwargs = arguments
+        if rewrite or piece is not None:
+            _keep_dim_order(node)
         return rewrite or piece is not None
 
     def _verdict(self, arguments: Mapping[str, Any], positions: Positions) -> Verdict:
@@ -216,14 +222,48 @@ def _fake(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) else None
 
 
+# --- the layout of results
+
+
+def _keep_dim_order(node: fx.Node) -> None:
+    """Give the result of a rewritten attention the dim order that it has in eager mode.
+
+    Torch chooses a kernel by the mask, too, and kernels return `[batch, heads, length, width]` in two orders.
+    """
+    eager = node.meta["example_value"]
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda each: each.meta["example_value"])
+    with eager.fake_mode:
+        found: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    order = _dim_order(eager)
+    if _dim_order(found) == order:
+        return
+    with node.graph.inserting_after(node):
+        ordered = node.graph.call_function(in_dim_order, (node, order))
+    custom = {key: value for key, value in node.meta["custom"].items() if key != KEY}
+    ordered.meta = {**described_like(node), "custom": custom, "example_value": eager}
+    node.meta["example_value"] = found
+    node.replace_all_uses_with(ordered, delete_user_cb=lambda user: user is not ordered)
+
+
+def _dim_order(tensor: Tensor) -> tuple[int, ...]:
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.ndim), key=lambda dim: -size_hint(strides[dim])))
+
+
+def in_dim_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return `tensor` without gaps in memory, `order[0]` being the dim whose elements are farthest apart."""
+    places = sorted(range(tensor.ndim), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(places)
+
+
 # --- keys that several heads share
 
 
-def _share_keys(arguments: dict[str, Any]) -> bool:
+def _share_keys(arguments: dict[str, Any], writes: Writes) -> bool:
     """Replace keys and values that are repeated for several heads by the unrepeated ones; return whether it did so."""
     if arguments.get("enable_gqa") or not _flash_shares_keys(arguments):
         return False
-    key, value = (_unrepeated(arguments[name]) for name in ("key", "value"))
+    key, value = (_before_repeat(arguments[name], writes) for name in ("key", "value"))
     if key is None or value is None or _fake(key).shape[1] != _fake(value).shape[1]:  # type: ignore[union-attr]
         return False
     arguments |= {"key": key, "value": value, "enable_gqa": True}
@@ -246,6 +286,16 @@ def _flash_shares_keys(arguments: Mapping[str, Any]) -> bool:
     old = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8
     half = query.dtype in (torch.float16, torch.bfloat16) and {key.dtype, value.dtype} == {query.dtype}
     return query.device.type == "cuda" and half and not old and width % 8 == 0 and width <= _LARGEST_FLASH_HEAD
+
+
+def _before_repeat(node: Any, writes: Writes) -> fx.Node | None:
+    """Return what `node` repeats for several heads, if reading it instead changes no value and no gradient."""
+    source = _unrepeated(node)
+    if source is None or not (writes.unchanged(source, since=node) and writes.unchanged(node, since=node)):
+        return None
+    fakes = (_fake(source), _fake(node))
+    without_gradient = [fake is None or not fake.requires_grad for fake in fakes]  # `no_grad` ends the gradient
+    return source if without_gradient[0] == without_gradient[1] else None
 
 
 def _unrepeated(node: Any) -> fx.Node | None:

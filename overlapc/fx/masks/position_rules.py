@@ -253,7 +253,7 @@ def _permuted(order: Callable[[list[Any], int], Sequence[int]]) -> Rule:
         source, *rest = given
         if not isinstance(source, Grid) or named:
             raise UnknownValue
-        listed = rest[0] if rest and isinstance(rest[0], list) else rest
+        listed = rest[0] if rest and isinstance(rest[0], list | tuple) else rest
         if not all(isinstance(each, sympy.Integer) for each in listed):
             raise UnknownValue
         dims = order([int(each) for each in listed], len(size))
@@ -277,9 +277,9 @@ def _transposed(dims: list[int], count: int) -> list[int]:
 def _indexed(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
     """Index with integers, slices with a non-negative start, None and `...`; or with a grid for each dim."""
     source, picked = given
-    picked = picked if isinstance(picked, list) else [picked]
-    if not isinstance(source, Grid):
+    if not isinstance(source, Grid) or isinstance(picked, list):  # a list picks elements, as a tensor does
         raise UnknownValue
+    picked = list(picked) if isinstance(picked, tuple) else [picked]
     if picked and all(isinstance(each, Grid) for each in picked):
         return _gathered(source, picked)
     taken = sum(each is not None and each is not Ellipsis for each in picked)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from overlapc.fx.captured.in_place import may_be_changed_by, names_changes
 from overlapc.fx.captured.wrapped import memory_of
 from overlapc.fx.masks.position_rules import RULES, WITHOUT_TENSOR
 from overlapc.fx.masks.position_values import Grid, UnknownValue, of_dtype
@@ -45,15 +46,14 @@ class Positions:
         """Record the value of the next node in graph order, and its in-place changes."""
         if node.op not in ("call_function", "call_method", "call_module"):
             return
-        if not _is_torchs(node):
-            for given in node.all_input_nodes:  # it may write into any of them
-                self.forget(given)
-            return
         value, name = node.meta.get("example_value"), _name(node)
-        changed = _changed(node, name)
-        if changed is not None:
-            self._change(node, _WRITING_OPERATORS.get(name, name.removesuffix("_")), changed)
-        elif isinstance(value, Tensor) and name in RULES:
+        changed = tuple(may_be_changed_by(node))
+        if len(changed) == 1 and names_changes(node):
+            self._change(node, _WRITING_OPERATORS.get(name, name.removesuffix("_")), changed[0])
+        elif changed:
+            for each in changed:
+                self.forget(each)
+        elif isinstance(value, Tensor) and name in RULES and names_changes(node):
             grid = self._grid_of(node, name, value)
             if grid is not None:
                 self._known[node] = grid
@@ -102,8 +102,8 @@ class Positions:
             given = given.meta.get("example_value")
             if not isinstance(given, bool | int | torch.SymInt):
                 return _UNSEEN
-        if isinstance(given, list | tuple):
-            return [self._argument(each) for each in given]
+        if isinstance(given, list | tuple):  # which differ as an index
+            return (tuple if isinstance(given, tuple) else list)(self._argument(each) for each in given)
         if isinstance(given, slice):
             return slice(*(self._argument(each) for each in (given.start, given.stop, given.step)))
         if isinstance(given, torch.SymInt) or (isinstance(given, int) and not isinstance(given, bool)):
@@ -111,7 +111,7 @@ class Positions:
         return given
 
 
-# --- names of operations, and what they write into
+# --- names of operations
 
 
 def _name(node: fx.Node) -> str:
@@ -128,18 +128,3 @@ _WRITING_OPERATORS = {
     "iand": "and_",
     "ior": "or_",
 }
-
-
-def _changed(node: fx.Node, name: str) -> fx.Node | None:
-    """Return the tensor that `node` writes into, judged by the name of the operation; None if it writes into none."""
-    named_so = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")
-    in_place = named_so or name == "setitem" or name in _WRITING_OPERATORS
-    written = node.kwargs.get("out", node.args[0] if in_place and node.args else None)
-    return written if isinstance(written, fx.Node) else None
-
-
-def _is_torchs(node: fx.Node) -> bool:
-    """Whether the operation's name tells what `node` writes into: a tensor's method, torch's or Python's function."""
-    home = getattr(node.target, "__module__", None) or "torch"
-    ours = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
-    return node.op == "call_method" or (not ours and home.split(".")[0] in ("torch", "_operator", "math", "builtins"))

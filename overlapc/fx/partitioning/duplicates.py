@@ -78,6 +78,8 @@ def _changes_memory(node: fx.Node) -> bool:
 def _is_function(node: fx.Node) -> bool:
     """Whether equal arguments give equal results, and a program cannot tell the two results' memory apart."""
     target = node.target
+    if node.meta.get("unbacked_bindings"):  # each call defines a symbol of its own, which other nodes' sizes contain
+        return False
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded not in target.tags and target not in _NEVER_EQUAL
     return getattr(target, "__module__", "") in ("_operator", "math") or target is operator.getitem
