@@ -143,8 +143,18 @@ def _is_rounded(value: Value, dtype: torch.dtype) -> bool:
     return True
 
 
-# The result of a reduction over no elements; maxima and minima of no elements are rejected earlier.
-_IDENTITY = {"sum": 0, "dot": 0, "prod": 1, "any": False, "all": True}
+def _identity(kind: str, dtype: torch.dtype) -> Constant:
+    """Return the result of a reduction over no elements; ops for which eager then raises are rejected earlier."""
+    if kind in ("max", "min"):
+        return constant(_limits(dtype)[kind == "min"], dtype)
+    return constant(1 if kind in ("prod", "all") else 0, dtype)
+
+
+def _limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest and the largest number of a dtype."""
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    return (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def without_trivial_reductions(body: Body) -> Body:
@@ -157,7 +167,7 @@ def without_trivial_reductions(body: Body) -> Body:
         if not isinstance(value, Reduce | Scan):
             return None
         if empty:
-            return constant(_IDENTITY[value.kind], value.dtype)
+            return _identity(value.kind, value.dtype)
         return constant(0, value.dtype) if value.kind in ("argmax", "argmin") else value.arg
 
     first = dict.fromkeys((loop.symbol for loop in body.reduction), sympy.S.Zero)

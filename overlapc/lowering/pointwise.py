@@ -12,7 +12,7 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 
 from overlapc.fx.written_numbers import written_number
-from overlapc.ir.body import LOW_PRECISION, Body, Cast, Constant, Index, Value, op
+from overlapc.ir.body import LOW_PRECISION, Body, Cast, Checked, Constant, Index, Value, as_number, op
 from overlapc.ir.conversions import cast, constant
 from overlapc.ir.ops import View
 from overlapc.lowering.context import Lowering
@@ -56,6 +56,7 @@ SHARP = frozenset("eq ne lt le gt ge remainder fmod".split())
 STEPS = frozenset("sign floor ceil trunc round signbit".split())  # likewise, for arguments not rounded to memory yet
 # Operations for which eager's CPU kernels read a second 0-dim tensor as a number, without rounding it.
 SCALED_BY_NUMBER = frozenset("mul div floor_div trunc_div".split())
+DIVISIONS = frozenset("floor_div trunc_div remainder fmod".split())
 ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
 
 
@@ -66,7 +67,27 @@ def compute(name: str, kind: PROMOTION, context: Lowering, *args: Any) -> View:
         dtype = context.promoted(DEFAULT, *args)
     if dtype.is_complex:
         raise Impossible("complex numbers")
+    if name in DIVISIONS and not dtype.is_floating_point and context.value_of().device.type == "cpu":
+        return _whole_quotient(name, dtype, context, *args)
     return context.pointwise(lambda *values: apply(name, dtype, *as_read(context, name, args, values)), *args)
+
+
+def _whole_quotient(name: str, dtype: torch.dtype, context: Lowering, x: Any, y: Any) -> View:
+    """Add a kernel that divides integers by a number, and raises if that is 0, as eager does on a CPU.
+
+    Divisions by a tensor are left to eager, because fusion may mask the loads of its elements: where padding needs no
+    quotient, a check would see the 0 of a masked load.
+    """
+    known = context.number_of(y)
+    if isinstance(y, View) and known is None:
+        raise Impossible("integers divided by a tensor, which may contain 0")
+    number = cast(context.scalar(y) if known is None else known, dtype)
+    if as_number(number) == 0:
+        raise Impossible("integers divided by 0")
+    is_size = isinstance(number, Index) and dtype == torch.int64 and number.expr.is_positive  # int8 would wrap it
+    if not isinstance(number, Constant) and not is_size:
+        number = Checked(number, op("ne", number, constant(0, dtype)), "ZeroDivisionError")
+    return context.pointwise(lambda value: apply(name, dtype, value, number), x)
 
 
 def as_read(context: Lowering, name: str, args: Sequence[Any], values: Sequence[Value]) -> list[Value]:

@@ -85,11 +85,32 @@ def integers(
     context: Lowering, seed: View, low: Any, high: Any, size: Sequence[Any], stride: Any, dtype: torch.dtype
 ) -> View:
     extents = [sympy.sympify(extent) for extent in size]
+    low, high = sympy.sympify(low), sympy.sympify(high)
+    start, span = context.scalar(low), high - low
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:
         stream = _stream(seed, position, extents)
-        whole = op("bitwise_xor", op("shift_left", stream.word(2, 0), constant(31, torch.int64)), stream.word(2, 1))
-        start, span = sympy.sympify(low), sympy.sympify(high) - low
-        return cast(op("add", op("remainder", whole, Index(span)), Index(start)), dtype)
+        if span.is_Integer:
+            below = (_below if span < 2**63 else _below_wide)(constant(span, torch.int64), stream)
+        elif low.is_nonnegative:
+            below = _below(Index(span), stream)
+        else:  # a span of 2^63 or more is negative as int64
+            distance = op("sub", context.scalar(high), start)
+            is_wide = op("lt", distance, constant(0, torch.int64))
+            below = op("where", is_wide, _below_wide(distance, stream), _below(distance, stream))
+        return cast(op("add", below, start), dtype)
 
     return positioned(context, value)
+
+
+def _below(span: Value, stream: _Stream) -> Value:
+    """Return a whole number from 0 to `span - 1`."""
+    whole = op("bitwise_xor", op("shift_left", stream.word(2, 0), constant(31, torch.int64)), stream.word(2, 1))
+    return op("remainder", whole, span)
+
+
+def _below_wide(span: Value, stream: _Stream) -> Value:
+    """Return a number from 0 to `span - 1` as the 64 bits of an int64; `span` too: it is 2^63 or more, so negative."""
+    whole = op("bitwise_or", op("shift_left", stream.word(2, 0), constant(32, torch.int64)), stream.word(2, 1))
+    is_below = op("logical_or", op("ge", whole, constant(0, torch.int64)), op("lt", whole, span))
+    return op("where", is_below, whole, op("sub", whole, span))

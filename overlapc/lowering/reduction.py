@@ -129,10 +129,10 @@ def all_(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> 
 
 
 def _truth(context: Lowering, kind: str, x: View, dim: Any, keepdim: bool) -> View:
-    def finish(value: Value) -> Value:
-        return cast(Reduce(kind, truth(value), torch.bool), context.value_of().dtype)
-
-    return reduce(context, x, dim, finish, keepdim)
+    dtype = context.value_of().dtype
+    if isinstance(dim, Sequence) and not dim:  # no dims, unlike for all other reductions
+        return context.pointwise(lambda value: cast(truth(value), dtype), x)
+    return reduce(context, x, dim, lambda value: cast(Reduce(kind, truth(value), torch.bool), dtype), keepdim)
 
 
 @lowers(aten.argmax.default)

@@ -66,7 +66,15 @@ def normal(seed: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def integers(seed: Tensor, count: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """Return the first `count` integers from `low` to `high - 1`; the smallest are likelier by (high - low) / 2^63."""
+    """Return the first `count` integers from `low` to `high - 1`; the smallest are likelier by (high - low) / 2^63.
+
+    From 2^63 integers on, the smallest, as many as there are fewer integers than 2^64, are twice as likely as the rest.
+    """
     at = torch.arange(count, device=seed.device)
-    whole = (words(seed, 2 * at) << 31) ^ words(seed, 2 * at + 1)
-    return (low + whole % (high - low)).to(dtype)
+    first, second = words(seed, 2 * at), words(seed, 2 * at + 1)
+    span = high - low
+    if span < 2**63:
+        return (low + ((first << 31) ^ second) % span).to(dtype)
+    whole, wrapped = (first << 32) | second, span - 2**64  # an unsigned number of 64 bits, and the span as int64
+    below = torch.where((whole >= 0) | (whole < wrapped), whole, whole - wrapped)
+    return (low + below).to(dtype)

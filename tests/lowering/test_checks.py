@@ -8,12 +8,14 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.codegen.cpp import CppGenerator
 from overlapc.fusion import fuse_ops
 from overlapc.ir.body import Body, Checked, Constant, Index, Load, Loop, Store, op
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import Layout, Loops, LoweredGraph, View
+from overlapc.lowering import lower
 from tests.lowering.against_eager import compiled, same
 
 TABLE = torch.randn(5, 3)
@@ -120,6 +122,42 @@ def test_an_index_is_checked_on_all_threads():
         with pytest.raises(IndexError):
             call(rows, indices)
         indices[at] = 0
+
+
+DIVISIONS = (
+    lambda x, y: x // y,
+    lambda x, y: x % y,
+    torch.fmod,
+    lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    lambda x, y: F.pad(x // y, (1, 1)) + 1,  # the padding is not divided
+    lambda x, y: (x.short() % y).sum(),
+)
+
+
+@pytest.mark.parametrize("function", DIVISIONS)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("scalar", [False, True], ids=["tensor", "number"])
+def test_an_integer_divided_by_zero_is_an_error(function, scalar, dynamic):
+    call = compiled(function, dynamic)
+    x = torch.arange(-20, 20)
+    for divisor in (3, -7, 0, 3):
+        y = divisor if scalar else torch.where(x == 4, divisor, 5)
+        if divisor:
+            torch.testing.assert_close(call(x, y), function(x, y))
+            continue
+        for one in (function, call):
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                one(x, y)
+
+
+def test_divisions_by_sizes_and_written_numbers_have_no_check():
+    def function(x):
+        return x // 3, x % x.shape[0], x.fmod(-4), x.int() // 7
+
+    traced = make_fx(function, tracing_mode="symbolic")(torch.arange(6))
+    kernels = lower(traced, "g").ops
+    assert all(isinstance(kernel, Loops) and not kernel.body.checks() for kernel in kernels), kernels
+    same(function, torch.arange(6), dynamic=True)
 
 
 P = loop_symbol("p", 0)

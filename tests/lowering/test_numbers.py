@@ -88,6 +88,45 @@ def test_the_variance_of_equal_numbers_is_0(generator):
     assert not counters["overlapc"]["extern_calls"]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_variance_of_no_numbers_is_nan(generator, dynamic):
+    def function(x):
+        rows = x.std(0), x.var(0, correction=0), *torch.var_mean(x, 0), *torch.std_mean(x, 0, keepdim=True)
+        return *rows, x.var(1), x.var(0) + 1e-5, x.var(), x.double().std()
+
+    call = compiled(function, dynamic)
+    for count in (6, 5, 0):
+        x = torch.randn(count, 4)
+        torch.testing.assert_close(call(x), function(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["amax", "amin", "max", "min", "argmax", "argmin"])
+def test_the_extreme_of_no_numbers_is_an_error(name):
+    def function(x):
+        return getattr(x + 1, name)(dim=0)
+
+    call = compiled(function, dynamic=True)
+    call(torch.randn(6, 4))
+    for one in (function, call):
+        with pytest.raises((RuntimeError, IndexError), match=r"(?i)dim|reduc"):
+            one(torch.randn(0, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32, torch.bfloat16])
+def test_any_and_all_over_no_dims_test_each_element(generator, dtype):
+    def function(x):
+        return (
+            x.any(dim=()),
+            torch.all(x, dim=[]),
+            torch.any(x, dim=[], keepdim=True),
+            x.any(dim=None),
+            x.all(dim=(0, 1)),
+        )
+
+    same(function, torch.tensor([[0, 1, 2], [0, 0, 3]]).to(dtype))
+    same(function, torch.zeros(0, 3, dtype=dtype))
+
+
 def test_a_number_compared_with_a_tensor_is_rounded_to_its_dtype(generator):
     numbers = torch.tensor([0.1, -0.1, 0.3, 0.0, 2.5, 257.0])
 

@@ -65,6 +65,35 @@ def test_integers_cover_their_range():
     assert (large % 2).double().mean().sub(0.5).abs() < 0.02
 
 
+def test_integers_cover_all_64_bits():
+    torch.manual_seed(0)
+    for found in compiled(
+        lambda: (torch.randint(-(2**63), 2**63 - 1, (N,)), torch.randint(-(2**62), 2**63 - 1, (N,)))
+    )():
+        assert len(found.unique()) == N
+        quarters = torch.bincount((found >> 62) + 2, minlength=4) / N
+        shares = (0.25, 0.25, 0.25, 0.25) if quarters[0] else (0, 0.5, 0.25, 0.25)  # the smallest are twice as likely
+        torch.testing.assert_close(quarters, torch.tensor(shares), atol=0.01, rtol=0)
+        assert (found & 1).double().mean().sub(0.5).abs() < 0.02
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kernels_and_torchs_ops_make_the_same_integers(dynamic):
+    def call(seed, low, high):
+        return random.ops.integers(seed, low, high, [N], [1], torch.int64)
+
+    seed, step = torch.tensor([2**60 + 7, -5]), compiled(call, dynamic)
+    for low, high in (
+        (-3, 14),
+        (0, 2**63 - 1),
+        (-(2**62), 2**62),
+        (-(2**63), 2**63 - 1),
+        (-(2**63), 0),
+        (-7, 2**63 - 2),
+    ):
+        assert torch.equal(step(seed, low, high), call(seed, low, high)), (low, high)
+
+
 def test_other_distributions_have_their_moments_and_ranges():
     def call(x, p):
         return torch.bernoulli(p), x.clone().uniform_(-2, 3), x.clone().normal_(1, 2), x.clone().exponential_(4), \

@@ -307,7 +307,8 @@ INLINE float round_bf16(float x) {
 }
 INLINE float round_f16(float x) { return load_f16(store_f16(x)); }
 
-// ---- integers with torch's semantics: they wrap; division by zero yields -1 (eager raises, which a kernel cannot)
+// ---- integers with torch's semantics: they wrap. Division by zero yields -1; where eager raises, lowering prevents it or
+// adds a check (lowering/pointwise.py).
 
 template <class T> struct unsigned_of;
 template <> struct unsigned_of<int8_t> { using type = uint8_t; };
