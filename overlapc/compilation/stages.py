@@ -27,6 +27,7 @@ from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
 from overlapc.fx.versions.dynamo import compiled_autograd
+from overlapc.fx.versions.graphs import use_real_objects
 from overlapc.graph_names import kind_of
 from overlapc.ir.ops import LoweredGraph
 from overlapc.lowering import provenance
@@ -75,6 +76,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile one graph of ATen ops and functional collectives. `watch` is told of each graph of the step."""
     with phase("graph"), deterministic(config.deterministic):  # backward is compiled when it first runs
+        use_real_objects(gm)
         key = _graph_key(gm, config, name)
         built = _build(gm, config, name, key=key)
     if watch is not None:

@@ -1,4 +1,4 @@
-"""Dynamo does not guard on the parameters of a sharded model having their mesh object in common."""
+"""Meshes of sharded parameters: Dynamo does not guard on a common one, and code outside of graphs gets their groups."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._dynamo.guards import GuardBuilder
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from overlapc.fx.versions.dynamo import no_guards_on_equal_meshes
 from overlapc.parallel import fully_shard
@@ -47,3 +50,26 @@ def test_a_tensor_that_is_given_twice_is_guarded(same_objects: list[str]) -> Non
     assert call(x, x).tolist() == [4, 4]
     assert same_objects
     assert call(x, y).tolist() == [3, 3]
+
+
+class Experts(nn.Module):
+    """Reads the group of its parameter's mesh in one graph, and returns it from another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "experts"))
+        self.group = mesh["experts"].get_group()
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["experts"], [Shard(0)]))
+        fully_shard(self, mesh=mesh["shards"])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dist.ProcessGroup]:
+        group = self.weight.device_mesh.get_group()
+        y = x @ self.weight.to_local().T
+        torch._dynamo.graph_break()
+        return y * 2, group
+
+
+def test_the_group_of_a_parameters_mesh_is_the_real_one_after_a_graph_break():
+    model = Experts()
+    _, group = torch.compile(model, backend="overlapc")(torch.ones(2, 4))
+    assert group is model.group

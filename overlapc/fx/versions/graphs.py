@@ -32,6 +32,17 @@ def value_of_object(node: fx.Node) -> Any:
     return getattr(value, "real_obj", value)
 
 
+def use_real_objects(gm: fx.GraphModule) -> None:
+    """Replace traced stand-ins among a graph's attributes by the objects they stand for, which callers may get.
+
+    AOTAutograd leaves a stand-in where tracing gets an object from another one, such as a group from a DeviceMesh.
+    """
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = getattr(gm, str(node.target), None)
+        if isinstance(value, FakeScriptObject):
+            setattr(gm, str(node.target), value.real_obj)
+
+
 def _traced_value(node: fx.Node) -> Any:
     """Return the value that AOTAutograd, or else Dynamo, noted at a node."""
     return node.meta.get("val", node.meta.get("example_value"))
