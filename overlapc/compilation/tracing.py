@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.compilation.folded_blocks import Folded
 from overlapc.config import Config
+from overlapc.errors import CompileError
 from overlapc.fx.captured.aliased_outputs import views_outside
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.equal_layers.blocks import Unfit
@@ -28,6 +29,7 @@ from overlapc.fx.versions.changes import (
     sizes_from_inputs,
 )
 from overlapc.fx.versions.dynamo import compiled_autograd
+from overlapc.fx.versions.graphs import lacks_results
 from overlapc.gc_paused import gc_paused
 from overlapc.graph_names import BACKWARD, FORWARD, INFERENCE, graph_name
 from overlapc.passes.runner import select
@@ -98,13 +100,42 @@ def _traced(
         no_code_of_graphs(),
         sizes_from_inputs(),
     ):
-        step = (
-            _folded(trace, gm, inputs, compilers, divide) if config.trace_once and not compiled_autograd(gm) else None
-        )
-        if step is None:
-            step = trace(gm, inputs, partition_fn=divide, **compilers)
+        trace_once = config.trace_once and not compiled_autograd(gm)
+        try:
+            step = _step(trace, gm, inputs, compilers, divide, trace_once)
+        except _SizeFixed:
+            step = _step(trace, gm, inputs, compilers, divide, trace_once)  # the size is constant from the start now
     call = step if as_they_were is None else lambda *given: as_they_were(step(*given))
     return disable(call, reason="it is compiled")
+
+
+class _SizeFixed(CompileError):
+    """Tracing backward found a size constant that AOTAutograd counts among the results of forward."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "backward fixes a size of a DTensor that forward returns, which torch traced as one that varies\n"
+            "hint: torch.compile(..., dynamic=False) compiles once more for other sizes"
+        )
+
+
+def _step(
+    trace: Callable[..., Any],
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    compilers: Mapping[str, Any],
+    divide: Partition,
+    trace_once: bool,
+) -> Callable[..., Any]:
+    """Trace and compile `gm`, with equal blocks traced only once if that is possible and wanted."""
+
+    def checked(joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        if lacks_results(joint.graph, num_fwd_outputs):
+            raise _SizeFixed()
+        return divide(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+    step = _folded(trace, gm, inputs, compilers, checked) if trace_once else None
+    return trace(gm, inputs, partition_fn=checked, **compilers) if step is None else step
 
 
 def _folded(

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._logging._internal import trace_log
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -94,3 +95,35 @@ def test_a_tensor_parallel_model_compiles_for_other_batches_and_lengths():
         for rows, length in ((4, 5), (6, 9), (10, 7)):
             step(torch.ones(rows, length, 8)).sum().backward()
     assert graphs == ["forward_0", "backward_0"] * 2
+
+
+@torch.library.custom_op("overlapc_tests::of_three_rows", mutates_args=())
+def of_three_rows(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@of_three_rows.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _backward_of_three_rows(ctx: Any, grad: Tensor) -> Tensor:
+    assert grad.shape[0] == 3  # guards on the size, which forward does not
+    return grad * 2
+
+
+of_three_rows.register_autograd(_backward_of_three_rows)
+
+
+def test_a_size_of_a_dtensor_may_become_constant_in_backward():
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def function(x: Tensor) -> tuple[Tensor, Tensor]:
+            return DTensor.from_local(of_three_rows(x), mesh, [Shard(0)]), x + 1
+
+        x = torch.ones(3, 4, requires_grad=True)
+        sharded, plain = torch.compile(function, backend="overlapc", dynamic=True)(x)
+        (sharded.to_local().sum() + 3 * plain.sum()).backward()
+        assert sharded.shape == (6, 4)
+        torch.testing.assert_close(x.grad, torch.full((3, 4), 5.0))

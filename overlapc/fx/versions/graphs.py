@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
     InputMutationAOTOutput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
@@ -85,6 +86,19 @@ def belongs_to_backward(node: fx.Node) -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """Whether a node of a joint graph is an input of its backward alone: the gradient of a result."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def lacks_results(joint: fx.Graph, forward_outputs: int) -> bool:
+    """Whether a joint graph returns fewer than the `forward_outputs` results of forward that AOTAutograd expects.
+
+    It counts the symbolic sizes of DTensors among them before it traces the joint graph. A size that is found to be
+    constant by then is no longer returned, and AOTAutograd would take each gradient for the result before it.
+    """
+    results = joint.output_node().meta["desc"][:forward_outputs]
+    if not any(isinstance(result, SubclassGetAttrAOTOutput) for result in results):
+        return False
+    last = _outermost(results[-1])
+    return last is None or isinstance(last, GradAOTOutput)  # None describes the absent gradient of an input
 
 
 def inputs_written_after(joint: fx.Graph) -> set[fx.Node]:
