@@ -560,6 +560,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.backends.cudnn.allow_tf32 = False  # convolutions of float32 would round to 10 bits
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=RANK_TIMEOUT_S))
     ranks, counts = dist.get_world_size(), dict[str, int]()
