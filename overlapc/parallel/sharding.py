@@ -9,6 +9,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +21,10 @@ from overlapc.errors import ConfigError
 from overlapc.fx.versions.sharding import StridedShard, joined_mesh
 from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel, halved
 
-_post_meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
+# Mesh -> number of ranks -> the mesh for `reshard_after_forward`, and the default process group that it was made under.
+_post_meshes: weakref.WeakKeyDictionary[
+    DeviceMesh, dict[int, tuple[DeviceMesh, weakref.ReferenceType[dist.ProcessGroup]]]
+] = weakref.WeakKeyDictionary()
 
 
 def group_on(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> ShardGroup:
@@ -55,11 +59,15 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
         group.reshard_after_forward = count > 1
         return None
     meshes = _post_meshes.setdefault(mesh, {})  # process groups are expensive; all parameters should share one queue
-    if count not in meshes:
+    small, made_under = meshes.get(count, (None, None))
+    world = dist.group.WORLD
+    assert world is not None
+    # An equal mesh may be left from process groups that were destroyed since; its groups' names may mean others now.
+    if small is None or made_under is None or made_under() is not world:
         ranks = mesh.mesh.view(-1, count)
         names = (f"{group.axis.name}_outer", f"{group.axis.name}_post")
-        meshes[count] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
-    small = meshes[count]
+        small = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+        meshes[count] = small, weakref.ref(world)
     return Axis(f"{group.axis.name}_post", small.get_group(1).group_name, count), small.get_local_rank(1)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from overlapc.errors import CompileError
-from overlapc.fx.captured.in_place import changed_by, memory_of
+from overlapc.fx.captured.in_place import changed_by
+from overlapc.fx.captured.wrapped import memory_of
 from overlapc.fx.source import user_line
 from overlapc.parallel.gather import param_of, unshard
 
@@ -17,7 +18,7 @@ def refuse_writes(graph: fx.Graph) -> None:
     for node in graph.nodes if keys else ():
         for changed in changed_by(node):
             memory = memory_of(changed)
-            if memory is None or memory not in keys:
+            if not memory or memory not in keys:
                 continue
             param = param_of(keys[memory])
             name = ".".join(filter(None, (param.group.paths[param.part], param.name)))

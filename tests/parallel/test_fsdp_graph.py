@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import fsdp as fsdp2
@@ -15,12 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from overlapc.fx.comm.collectives import find_collectives
 from overlapc.fx.comm.labels import label_of
 from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard
 from overlapc.parallel.gather import unshard, unshard_local
+from overlapc.parallel.unreduced import managed
 from tests.parallel.sharded import mesh_1d, shard
 from tests.parallel.tiny import Recorder, Tiny, batch, ops
 
@@ -221,6 +224,17 @@ def test_reshard_to_fewer_ranks_gathers_over_them_in_backward_only():
     assert {(c.comm.group, c.comm.size) for c in forward} == {("dp", 4)}
     assert {(c.comm.group, c.comm.size, c.comm.ranks) for c in backward} == {("dp_post", 2, (0, 1))}
     assert set(USED_IN_BACKWARD) <= {c.label.param for c in backward}
+
+
+def test_groups_of_an_earlier_process_group_are_not_used_again():
+    earlier = shard(Tiny(), reshard_after_forward=2)
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    for _ in range(4):  # so that a name of an earlier group is one of these
+        dist.new_group([1, 2])
+    axis, _ = managed(shard(Tiny(), reshard_after_forward=2).head)["weight"].group.post
+    assert dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(axis.group)) == [0, 1]
+    del earlier  # its mesh lived until here
 
 
 def test_hsdp_reduces_the_scattered_gradient_over_the_replicas():

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from overlapc.fx.captured import wrapped
+from overlapc.fx.captured.wrapped import memory_of
 
 _OPERATORS = {operator.setitem}.union(
     getattr(operator, f"i{name}")
@@ -59,7 +59,7 @@ class Writes:
     def __init__(self) -> None:
         self._places: dict[fx.Node, int] = {}
         self._last: dict[object, int] = {}  # memory -> place of the node that may have written to it last
-        self._memory = cache(wrapped.memory_of)
+        self._memory = cache(memory_of)
 
     def visit(self, node: fx.Node) -> None:
         """Record the next node."""
@@ -82,11 +82,3 @@ def _is_inplace(node: fx.Node) -> bool:
     if not inspect.isfunction(node.target) or node.target.__module__ != "torch.nn.functional":
         return False
     return bool(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace"))
-
-
-def memory_of(node: fx.Node) -> int | None:
-    """Return the memory of a node's tensor; None if unknown, as of the tensors within `torch.func` transforms."""
-    value = node.meta.get("example_value")
-    if not isinstance(value, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return None
-    return int(value.untyped_storage()._cdata)

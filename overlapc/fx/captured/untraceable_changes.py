@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from overlapc.fx.captured.in_place import changed_by, memory_of, name_of
+from overlapc.fx.captured.in_place import changed_by, name_of
+from overlapc.fx.captured.wrapped import memory_of
 from overlapc.fx.source import user_line
 
 _HINTS = {
