@@ -24,7 +24,7 @@ from overlapc.fx.versions.dynamo import compiled_alike, never_compiled_alone
 from overlapc.fx.versions.sharding import in_backward, set_fsdp2_state
 from overlapc.parallel import gathered
 from overlapc.parallel.controls import Controls, modules_of, refusal
-from overlapc.parallel.gather import ShardedParam, ShardGroup, unshard
+from overlapc.parallel.gather import ShardedParam, ShardGroup, due, unshard
 from overlapc.parallel.state import ModuleState
 from overlapc.parallel.unreduced import (
     Gradients,
@@ -142,6 +142,8 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
         modules = modules_of(self, recurse=True)
         discard_unsynced(modules)
         for module in modules:
+            for sharded in managed(module).values():  # a backward that ended in an exception took none of them
+                due.pop(sharded.key, None)
             if isinstance(module, FSDPModule):
                 module.reshard()
                 module._overlapc_pending.take()
@@ -277,15 +279,20 @@ def _property(name: str) -> property:
         param = self._parameters[name]
         if torch.compiler.is_dynamo_compiling():
             key = key_of(self, name, self._overlapc_forms[name])
-            return unshard(param, key, self._overlapc_unsynced.get(name))
+            return unshard(param, key, _leaf_of(self, name))
         full = gathered.gathered_of(self, name)
         if full is not None or _in_forward() or in_backward():
-            return _unshard_eagerly(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name), full)
+            return _unshard_eagerly(param, self._overlapc_keys[name], _leaf_of(self, name), full)
         return param
 
     # Code behind a graph break reads parameters eagerly. Dynamo would compile a graph for the read of each parameter.
     never_compiled_alone(get)
     return property(get)
+
+
+def _leaf_of(module: Any, name: str) -> Tensor | None:
+    """Return the leaf that accumulates unreduced gradients of a parameter; None if there is none, or it is frozen."""
+    return module._overlapc_unsynced.get(name) if module._parameters[name].requires_grad else None
 
 
 _unshard_eagerly = torch.compiler.disable(unshard)
@@ -306,8 +313,16 @@ def _in_forward() -> bool:
     return False
 
 
+_CONTAINERS = (dict, list, tuple)  # Dynamo does not trace `dict | list`
+
+
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Return `tree` with its floating-point tensors in `dtype`; other objects than Python's containers stay the same.
+
+    A cache, for instance, may be changed by the block that gets it, although it is registered as a tree.
+    """
+
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return pytree.tree_map_only(Tensor, cast, tree)
+    return pytree.tree_map_only(Tensor, cast, tree, is_leaf=lambda each: not isinstance(each, _CONTAINERS))

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlapc.errors import ConfigError
 from overlapc.fx.versions.sharding import fsdp2_groups, fsdp2_original, fsdp2_state, release_fsdp2
 from overlapc.parallel.access import FSDPModule, make_group, manage, name_groups
-from overlapc.parallel.controls import divided_by
+from overlapc.parallel.controls import REFUSED, divided_by
 from overlapc.parallel.gather import ShardedParam, ShardGroup
 from overlapc.parallel.sharding import Sharding, group_on
 
@@ -83,6 +83,8 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
                 " reshard_after_forward=False communicates as much and uses less memory (torchtitan:"
                 " parallelism.data_parallel_shard_degree)"
             )
+        if group._all_reduce_hook is not None:
+            raise ConfigError(f"adopt_fsdp2: {where} has an all-reduce hook: {REFUSED['set_all_reduce_hook']}")
         if getattr(group.mesh_info, "is_spmd_mesh", False):
             raise ConfigError(
                 f"adopt_fsdp2: {where} was sharded with dp_mesh_dims, on a mesh of all parallelisms; shard it on the"

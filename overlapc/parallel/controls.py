@@ -146,7 +146,8 @@ def refusal(name: str, instead: str) -> Callable[..., None]:
     """Return a method that raises ConfigError with what to do instead."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args[:1] not in ((None,), (False,)):  # these values ask for the default, which holds anyway
+        asked = (*args, *kwargs.values())[:1]
+        if asked not in ((None,), (False,)):  # these values ask for the default, which holds anyway
             raise ConfigError(f"{name}: not possible in a compiled graph; {instead}")
 
     method.__name__, method.__doc__ = name, f"Not possible in a compiled graph; {instead}."

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from overlapc.errors import ConfigError
 from overlapc.fx.comm.claim import claimed
 from overlapc.parallel.gather import ShardedParam, accumulate_reduced, due, reduce_with, unsynced_leaf
 
@@ -58,6 +59,7 @@ def managed(module: nn.Module) -> dict[str, ShardedParam]:
 def keep_unsynced(modules: Iterable[nn.Module], pending: Gradients) -> None:
     """Make gradients of the modules' parameters accumulate in leaves, beginning with those that are `pending`."""
     leaves: dict[str, Tensor] = {}  # by parameter key, which tied parameters share
+    owners: dict[str, Tensor] = {}
     for module in modules:
         for name, sharded in managed(module).items():
             param = module._parameters[name]
@@ -65,6 +67,12 @@ def keep_unsynced(modules: Iterable[nn.Module], pending: Gradients) -> None:
             if param is None or not param.requires_grad or name in unsynced:
                 continue
             assert isinstance(param, DTensor)
+            if owners.setdefault(sharded.key, param) is not param:
+                raise ConfigError(
+                    f"set_requires_gradient_sync(False): {type(module).__name__}.{name} is a copy of another parameter"
+                    " of this model, made after sharding, and their gradients would be added up\n"
+                    "hint: copy modules before fully_shard, or freeze the copy"
+                )
             if sharded.key not in leaves:
                 leaves[sharded.key] = unsynced_leaf(param, sharded.key)
                 # A copy: a graph may have saved the gradient, and the leaf's is changed in place.
@@ -111,6 +119,8 @@ def reduce_behind(output: Any, module: Any) -> Any:
         _reduce_now(pending)
         return output
     if torch.compiler.is_dynamo_compiling():
+        if any(not shard.requires_grad for shard, _ in pending.gradients.values()):
+            _reduce_frozen(pending)
         keys, waiting = list(pending.gradients), list(pending.gradients.values())
         shards, gradients = [shard for shard, _ in waiting], [grad for _, grad in waiting]
         behind = reduce_with([leaves[at] for at in ends], shards, keys, gradients, pending.wanted, pending.end)
@@ -126,6 +136,14 @@ def reduce_behind(output: Any, module: Any) -> Any:
 @torch._dynamo.disable(reason="gradients of earlier micro-batches are reduced, because this output has no gradient")
 def _reduce_now(pending: Pending) -> None:
     reduce_all(pending.take())
+
+
+@torch._dynamo.disable(reason="parameters were frozen after earlier micro-batches, whose gradients are reduced now")
+def _reduce_frozen(pending: Pending) -> None:
+    """Reduce pending gradients of parameters that are frozen now: backward returns no gradient for them."""
+    frozen = {key: each for key, each in pending.gradients.items() if not each[0].requires_grad}
+    pending.gradients = {key: each for key, each in pending.gradients.items() if key not in frozen}
+    reduce_all(frozen)
 
 
 def reduce_all(gradients: Gradients) -> None:

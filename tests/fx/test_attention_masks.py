@@ -217,6 +217,7 @@ def test_a_causal_mask_changed_in_place_becomes_causal_attention(mask):
         lambda mask, other: torch._foreach_copy_([mask], [other]),
         lambda mask, other: torch._foreach_zero_([mask]),
         lambda mask, other: torch.nn.functional.relu(mask, inplace=True),
+        lambda mask, other: torch.nn.functional.relu(input=mask, inplace=True),
     ],
 )
 def test_a_change_that_names_its_mask_otherwise_is_seen(change):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlapc.errors import ConfigError
 from overlapc.fx.comm.labels import label_of
-from overlapc.parallel import FSDPModule, adopt_fsdp2, fully_shard
+from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard
 from overlapc.parallel.controls import HINTS, REFUSED
-from overlapc.parallel.gather import ShardedParam
+from overlapc.parallel.gather import ShardedParam, due
 from overlapc.parallel.unreduced import managed
 from tests.parallel.sharded import shard
 from tests.parallel.tiny import Recorder, Tiny, batch
@@ -143,3 +146,78 @@ def test_a_model_may_read_its_mixed_precision_policy(adopted: bool):
     step = torch.compile(model, backend="aot_eager", fullgraph=True)
     for call in (model, step):
         assert call(torch.randn(4, 8)).dtype == torch.bfloat16
+
+
+class Remembers(nn.Linear):
+    def forward(self, x: Tensor, seen: deque[Tensor]) -> Tensor:
+        y = super().forward(x)
+        seen.append(y)
+        return y
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model, backend="overlapc")])
+def test_an_object_that_a_block_changes_is_the_callers(wrap):
+    model = Remembers(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen: deque[Tensor] = deque()
+    wrap(model)(torch.ones(2, 8), seen)
+    assert [each.dtype for each in seen] == [torch.bfloat16]
+
+
+def test_gradients_of_a_copied_parameter_are_not_held_back_together():
+    model = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    model.append(copy.deepcopy(model[0]))
+    with pytest.raises(ConfigError, match=r"FSDPLinear.weight is a copy of another parameter"):
+        model.set_requires_gradient_sync(False)
+    model[1].requires_grad_(False)
+    model.set_requires_gradient_sync(False)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model, backend="overlapc")])
+def test_a_parameter_frozen_between_micro_batches_gets_no_more_gradients(wrap):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    model.set_requires_gradient_sync(False)
+    step = wrap(model)
+    step(torch.ones(2, 8)).sum().backward()
+    leaf = model[1]._overlapc_unsynced["weight"]
+    before = leaf.grad.clone()
+    model[1].weight.requires_grad_(False)
+    step(torch.ones(2, 8)).sum().backward()
+    torch.testing.assert_close(leaf.grad, before, equal_nan=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model, backend="overlapc")])
+def test_gradients_held_back_of_a_parameter_that_was_frozen_since_are_reduced(wrap):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    step = wrap(model)
+    model.set_requires_gradient_sync(False)
+    step(torch.ones(2, 8)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model[1].weight.requires_grad_(False)
+    step(torch.ones(2, 8)).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+def test_an_all_reduce_hook_is_refused_also_before_adoption():
+    model = nn.Linear(8, 8)
+    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    model.set_all_reduce_hook(lambda gradient: None)
+    with pytest.raises(ConfigError, match="has an all-reduce hook: change gradients between backward and"):
+        adopt_fsdp2(model)
+
+
+def test_a_refused_control_accepts_its_default_by_name():
+    model = shard(Tiny())
+    model.set_force_sum_reduction_for_comms(enable=False)
+    with pytest.raises(ConfigError, match="set_force_sum_reduction_for_comms: not possible"):
+        model.set_force_sum_reduction_for_comms(enable=True)
+
+
+def test_after_an_exception_no_gradient_of_that_backward_is_due():
+    model = shard(Tiny())
+    due[next(iter(params(model).values())).key] = torch.ones(())
+    model.reset_iter_state()
+    assert not due

@@ -33,7 +33,7 @@ def changed_by(node: fx.Node) -> Iterator[fx.Node]:
     name = name_of(node)
     by_name = name.endswith("_") and not name.endswith("__") and name not in _NO_CHANGE
     if by_name or name in _METHODS or node.target in _OPERATORS or _is_inplace(node):
-        yield from _nodes(node.args[0] if node.args else None)
+        yield from _nodes(node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self")))
     yield from _nodes(node.kwargs.get("out"))
 
 
