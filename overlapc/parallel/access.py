@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -224,6 +225,8 @@ def make_group(
     `module` among the groups' modules.
     """
     module.__dict__["_overlapc_groups"] = tuple(groups)
+    for group in groups:
+        group.modules.append(weakref.ref(module))
     module.__dict__["_overlapc_part"] = part
     module.__dict__["_overlapc_policy"] = policy
     module.__dict__["_overlapc_input_dtype"] = policy.param_dtype if policy.cast_forward_inputs else None

@@ -86,17 +86,26 @@ def divided_by(param: ShardedParam, factor: float) -> ShardedParam:
 
 
 def modules_of(control: Any, recurse: bool) -> list[nn.Module]:
-    """Return the modules whose parameters a control changes: those of one group, or of all groups inside it, too."""
+    """Return the modules whose parameters a control changes: those of one group, or of all groups inside it, too.
+
+    A group's modules are all those that one `fully_shard` call got, on whichever of them the control is called.
+    """
     assert isinstance(control, nn.Module)
-    if recurse:
-        return list(control.modules())
-    found: list[nn.Module] = []
-    pending: list[nn.Module] = [control]
+    found = dict.fromkeys(control.modules() if recurse else ())
+    pending = [part for each in (list(found) or [control]) for part in _parts(each)]
     while pending:
         module = pending.pop()
-        found.append(module)
-        pending += [child for child in module.children() if "_overlapc_groups" not in child.__dict__]
-    return found
+        if module not in found:
+            found[module] = None
+            pending += [child for child in module.children() if "_overlapc_groups" not in child.__dict__]
+    return list(found)
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Return all modules that the `fully_shard` call of `module` got; it alone if it is a copy, or not of a group."""
+    groups = module.__dict__.get("_overlapc_groups", ())
+    parts = [part for group in groups[:1] for each in group.modules if (part := each()) is not None]
+    return parts if any(part is module for part in parts) else [module]
 
 
 def _refuse_unreduced(what: str, modules: Iterable[nn.Module]) -> None:

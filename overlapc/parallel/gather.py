@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -56,6 +56,7 @@ class ShardGroup:
 
     def __init__(self, reshard_after_forward: bool | int | None, axis: Axis, replicate: Axis | None) -> None:
         self.paths = [""]  # of its modules, relative to the outermost sharded module; outer calls update them
+        self.modules: list[weakref.ref[nn.Module]] = []  # those given to the `fully_shard` call, in its order
         self.reshard_after_forward = reshard_after_forward
         self.axis = axis
         self.replicate = replicate

@@ -209,6 +209,19 @@ def test_an_all_reduce_hook_is_refused_also_before_adoption():
         adopt_fsdp2(model)
 
 
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_control_of_one_module_changes_all_that_were_sharded_with_it(adopted):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    apply = fsdp2.fully_shard if adopted else fully_shard
+    apply([model[0], model[1]], mesh=init_device_mesh("cpu", (4,)))
+    apply(model, mesh=init_device_mesh("cpu", (4,)))
+    if adopted:
+        adopt_fsdp2(model)
+    model[1].set_gradient_divide_factor(7.0)
+    factors = [managed(each)["weight"].divide_after for each in model]
+    assert factors[0] == factors[1] != factors[2]
+
+
 def test_a_refused_control_accepts_its_default_by_name():
     model = shard(Tiny())
     model.set_force_sum_reduction_for_comms(enable=False)
