@@ -22,7 +22,8 @@ if not torch.cuda.is_available():
 # tests/passes and tests/schedules test the search.
 os.environ.setdefault("OVERLAPC_SEARCH_EFFORT", "100")
 
-# Collections of garbage go over all that torch and sympy keep, again and again: a seventh of the time of these tests.
+# Collections of garbage go over all that torch and sympy keep, again and again: a seventh of the CPU time of
+# parallel/test_replayed_blocks.py with lowering/test_scatter.py.
 gc.set_threshold(50_000, 20, 100)
 
 # Files that take 20 CPU seconds or more, longest first. Workers take files in this order: a worker that starts a long

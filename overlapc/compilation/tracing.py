@@ -89,7 +89,13 @@ def _traced(
         "bw_compiler": _hidden(partial(compile_graph, config=config, name=graph_name(BACKWARD, number))),
         "inference_compiler": partial(compile_graph, config=config, name=graph_name(INFERENCE, number)),
     }
-    divide = phase("partition")(divide)
+    divide = _checked(phase("partition")(divide))
+
+    def traced() -> Callable[..., Any]:
+        trace_once = config.trace_once and not compiled_autograd(gm)
+        step = _folded(trace, gm, inputs, compilers, divide) if trace_once else None
+        return trace(gm, inputs, partition_fn=divide, **compilers) if step is None else step
+
     # The garbage collector is paused: tracing creates many objects, and all of them stay alive.
     with (
         phase("AOTAutograd"),
@@ -100,11 +106,10 @@ def _traced(
         no_code_of_graphs(),
         sizes_from_inputs(),
     ):
-        trace_once = config.trace_once and not compiled_autograd(gm)
         try:
-            step = _step(trace, gm, inputs, compilers, divide, trace_once)
+            step = traced()
         except _SizeFixed:
-            step = _step(trace, gm, inputs, compilers, divide, trace_once)  # the size is constant from the start now
+            step = traced()  # the size is constant from the start now
     call = step if as_they_were is None else lambda *given: as_they_were(step(*given))
     return disable(call, reason="it is compiled")
 
@@ -119,23 +124,15 @@ class _SizeFixed(CompileError):
         )
 
 
-def _step(
-    trace: Callable[..., Any],
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    compilers: Mapping[str, Any],
-    divide: Partition,
-    trace_once: bool,
-) -> Callable[..., Any]:
-    """Trace and compile `gm`, with equal blocks traced only once if that is possible and wanted."""
+def _checked(divide: Partition) -> Partition:
+    """Return `divide` with a check before it; it raises _SizeFixed."""
 
     def checked(joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         if lacks_results(joint.graph, num_fwd_outputs):
             raise _SizeFixed()
         return divide(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
-    step = _folded(trace, gm, inputs, compilers, checked) if trace_once else None
-    return trace(gm, inputs, partition_fn=checked, **compilers) if step is None else step
+    return checked
 
 
 def _folded(

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.fx.precision import is_coarse
+from overlapc.fx.versions.graphs import binds_sizes
 from overlapc.fx.versions.tensors import symbol_hint
 from overlapc.ir.body import Body, Constant, Index, Load, Loop, Store, Value
 from overlapc.ir.conversions import cast, number, without_trivial_reductions
@@ -39,7 +40,6 @@ from overlapc.lowering.computed_sizes import ComputedSizes
 from overlapc.lowering.precision import coarsened
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import (
-    binds_sizes,
     bound_symbol,
     has_side_effects,
     mutated,

@@ -21,6 +21,7 @@ from overlapc.fx.comm.communication import is_wait
 from overlapc.fx.control import done, order_of
 from overlapc.fx.precision import note_coarse_once
 from overlapc.fx.subgraphs import carries_graphs
+from overlapc.fx.versions.graphs import binds_sizes
 from overlapc.ir.conversions import is_number
 from overlapc.ir.ops import (
     Extern,
@@ -37,7 +38,7 @@ from overlapc.ir.ops import (
 )
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.provenance import provenance
-from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view, users_through_views
+from overlapc.lowering.schema import is_effect_token, is_view, users_through_views
 from overlapc.lowering.table import LIBRARY_CALLS, Impossible, lowering_of
 from overlapc.lowering.target import ANY_KERNEL, Target
 from overlapc.runtime.support import offset_of, owned

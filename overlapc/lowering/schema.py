@@ -47,11 +47,6 @@ def is_effect_token(node: Node) -> bool:
     return any(user.target is with_effects and user.args[0] is node for user in node.users)
 
 
-def binds_sizes(node: Node) -> bool:
-    """Whether the node defines sizes that depend on data."""
-    return bool(node.meta.get("unbacked_bindings"))
-
-
 def bound_symbol(node: Node, path: tuple[int, ...]) -> sympy.Symbol | None:
     """Return the symbol that tracing gave to the number which the node returns as result `path`; None if it has none.
 

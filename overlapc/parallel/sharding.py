@@ -59,15 +59,14 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
         group.reshard_after_forward = count > 1
         return None
     meshes = _post_meshes.setdefault(mesh, {})  # process groups are expensive; all parameters should share one queue
-    small, made_under = meshes.get(count, (None, None))
-    world = dist.group.WORLD
+    world, made = dist.group.WORLD, meshes.get(count)
     assert world is not None
     # An equal mesh may be left from process groups that were destroyed since; its groups' names may mean others now.
-    if small is None or made_under is None or made_under() is not world:
+    if made is None or made[1]() is not world:
         ranks = mesh.mesh.view(-1, count)
         names = (f"{group.axis.name}_outer", f"{group.axis.name}_post")
-        small = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
-        meshes[count] = small, weakref.ref(world)
+        made = meshes[count] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names), weakref.ref(world)
+    small = made[0]
     return Axis(f"{group.axis.name}_post", small.get_group(1).group_name, count), small.get_local_rank(1)
 
 

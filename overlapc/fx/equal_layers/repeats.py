@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.fx.control import order_of
 from overlapc.fx.random import ops as random_ops
+from overlapc.fx.versions.graphs import binds_sizes
 
 aten = torch.ops.aten
 seeds = random_ops.seeds.default  # draws the seeds of a whole graph before it computes anything else
@@ -111,7 +112,7 @@ def _kind(node: fx.Node, layout_of: Mapping[fx.Node, int], same: Callable[[fx.No
     if (
         node.op != "call_function"
         or order_of(node) is not None
-        or node.meta.get("unbacked_bindings")
+        or binds_sizes(node)
         or any(is_written(declared) for declared, _ in declared_arguments(target, node.args, node.kwargs))
     ):
         return node

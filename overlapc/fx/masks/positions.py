@@ -44,16 +44,14 @@ class Positions:
 
     def visit(self, node: fx.Node) -> None:
         """Record the value of the next node in graph order, and its in-place changes."""
-        if node.op not in ("call_function", "call_method", "call_module"):
-            return
-        value, name = node.meta.get("example_value"), _name(node)
+        value, name, is_known = node.meta.get("example_value"), _name(node), names_changes(node)
         changed = tuple(may_be_changed_by(node))
-        if len(changed) == 1 and names_changes(node):
+        if len(changed) == 1 and is_known:
             self._change(node, _WRITING_OPERATORS.get(name, name.removesuffix("_")), changed[0])
         elif changed:
             for each in changed:
                 self.forget(each)
-        elif isinstance(value, Tensor) and name in RULES and names_changes(node):
+        elif isinstance(value, Tensor) and name in RULES and is_known:
             grid = self._grid_of(node, name, value)
             if grid is not None:
                 self._known[node] = grid

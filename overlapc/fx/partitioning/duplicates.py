@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from overlapc.fx.comm.claim import CLAIM
+from overlapc.fx.versions.graphs import binds_sizes
 
 # Each call has a result of its own: memory that is not initialized, or whether the call was the first one.
 _NEVER_EQUAL = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, CLAIM})
@@ -78,7 +79,7 @@ def _changes_memory(node: fx.Node) -> bool:
 def _is_function(node: fx.Node) -> bool:
     """Whether equal arguments give equal results, and a program cannot tell the two results' memory apart."""
     target = node.target
-    if node.meta.get("unbacked_bindings"):  # each call defines a symbol of its own, which other nodes' sizes contain
+    if binds_sizes(node):  # each call defines a symbol of its own, which other nodes' sizes contain
         return False
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded not in target.tags and target not in _NEVER_EQUAL

@@ -78,6 +78,11 @@ def _real(node: fx.Node) -> Any:
     return getattr(node.meta.get("val"), "real_obj", None)
 
 
+def binds_sizes(node: fx.Node) -> bool:
+    """Whether the node defines sizes that depend on data."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
 def belongs_to_backward(node: fx.Node) -> bool:
     """Whether AOTAutograd tagged a node of a joint graph as backward's, for example a mutation made in backward."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
