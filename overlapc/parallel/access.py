@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.fsdp import UnshardHandle
-from torch.utils import _pytree as pytree
 
 from overlapc.errors import ConfigError
 from overlapc.fx.versions.dynamo import compiled_alike, never_compiled_alone
-from overlapc.fx.versions.sharding import in_backward, set_fsdp2_state
+from overlapc.fx.versions.sharding import FORWARD_METHODS_FILE, in_backward, set_fsdp2_state
 from overlapc.parallel import gathered
 from overlapc.parallel.controls import Controls, modules_of, refusal
 from overlapc.parallel.gather import ShardedParam, ShardGroup, due, unshard
+from overlapc.parallel.nested import map_tensors
 from overlapc.parallel.state import ModuleState
 from overlapc.parallel.unreduced import (
     Gradients,
@@ -49,7 +49,8 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
     _overlapc_groups: tuple[ShardGroup, ...]
     _overlapc_input_dtype: torch.dtype | None
     _overlapc_output_dtype: torch.dtype | None
-    _overlapc_pending: Pending  # gradients that the next forward's backward has to reduce
+    _overlapc_pending: Pending  # gradients that the next forward's backward has to reduce; modules share one
+    _overlapc_contains_groups: bool  # whether there are sharded modules inside this one
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the original class if arguments are given, as slicing a container does."""
@@ -65,20 +66,28 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         # Not in __call__: this is what `model.compile()` compiles.
-        args, kwargs = self._cast_inputs(args, kwargs)
+        args, kwargs = self._before_forward(args, kwargs)
         output = self._after_forward(super()._call_impl(*args, **kwargs))  # type: ignore[misc]
         if not torch.compiler.is_dynamo_compiling():
             gathered.reshard_after_forward(self)
         return output
 
     def _after_forward(self, output: Any) -> Any:
-        if self._overlapc_pending.gradients and torch.is_grad_enabled():
-            output = reduce_behind(output, self)
+        pending = self._overlapc_pending
+        if pending.waiting and torch.is_grad_enabled():
+            if pending.running is self:
+                pending.running = None
+            if pending.running is None:
+                output = reduce_behind(output, pending)
         if self._overlapc_output_dtype is not None:
             output = _cast(output, self._overlapc_output_dtype)
         return output
 
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        pending = self._overlapc_pending
+        # Only where it matters: a side effect within a checkpoint would break the graph.
+        if self._overlapc_contains_groups and pending.waiting and torch.is_grad_enabled() and pending.running is None:
+            pending.running = self
         if self._overlapc_input_dtype is None:
             return args, kwargs
         return _cast((args, kwargs), self._overlapc_input_dtype)
@@ -97,20 +106,20 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
             model.set_requires_gradient_sync(True)    # before the last one's forward
 
         If it is off, gradients add up unsharded, in the reduce dtype and in separate memory. The backward of the next
-        forward of this module that runs with it on reduces the sum. A gradient of a forward without reduction that
-        arrives after it was turned on is reduced at once. recurse: also set it for the sharded modules inside this one.
+        forward of this module, or of a sharded module inside it, that runs with it on reduces the sum. A gradient of a
+        forward without reduction that arrives after it was turned on is reduced at once. recurse: also set it for the
+        sharded modules inside this one.
         """
         modules = modules_of(self, recurse)
         if requires_gradient_sync:
             taken = take_unsynced(modules, self)
             if taken:
-                self._overlapc_pending = Pending({**self._overlapc_pending.take(), **taken})
+                pending = Pending({**_take_pending(modules), **taken})
+                for module in modules:
+                    if isinstance(module, FSDPModule):
+                        module._overlapc_pending = pending
             return
-        pending: Gradients = {}
-        for module in modules:
-            if isinstance(module, FSDPModule):
-                pending.update(module._overlapc_pending.take())
-        keep_unsynced(modules, pending)
+        keep_unsynced(modules, _take_pending(modules))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters, except those of sharded modules inside it, until `reshard` frees them.
@@ -148,6 +157,18 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
             if isinstance(module, FSDPModule):
                 module.reshard()
                 module._overlapc_pending.take()
+
+
+def _take_pending(modules: Iterable[nn.Module]) -> Gradients:
+    """Return the pending gradients of the modules' parameters, which are no longer pending."""
+    keys = {sharded.key for module in modules for sharded in managed(module).values()}
+    shared = dict.fromkeys(module._overlapc_pending for module in modules if isinstance(module, FSDPModule))
+    taken: Gradients = {}
+    for pending in shared:
+        all_of_it = pending.take()
+        taken |= {key: each for key, each in all_of_it.items() if key in keys}
+        pending.hold({key: each for key, each in all_of_it.items() if key not in keys})
+    return taken
 
 
 def call_block(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
@@ -232,6 +253,7 @@ def make_group(
     module.__dict__["_overlapc_input_dtype"] = policy.param_dtype if policy.cast_forward_inputs else None
     module.__dict__["_overlapc_output_dtype"] = policy.output_dtype
     module.__dict__["_overlapc_pending"] = Pending({})
+    module.__dict__["_overlapc_contains_groups"] = False
     _set_class(module, (), group=True)
     _compile_again(module)
     set_fsdp2_state(module, ModuleState(module))
@@ -252,10 +274,15 @@ def _compile_again(module: nn.Module) -> None:
 
 
 def name_groups(root: nn.Module) -> None:
-    """Set the module paths of every group at or below `root`, and the forms of parameters, which depend on them."""
-    for path, module in root.named_modules():
+    """Set the module paths of every group at or below `root`, and what depends on them."""
+    sharded = {path: module for path, module in root.named_modules() if groups_of(module) is not None}
+    for path, module in sharded.items():
         for group in groups_of(module) or ():
             group.paths[module.__dict__["_overlapc_part"]] = path
+        while path:
+            path = path.rpartition(".")[0]
+            if path in sharded:
+                sharded[path].__dict__["_overlapc_contains_groups"] = True
     for module in root.modules():
         if params := managed(module):
             module.__dict__["_overlapc_forms"] = {name: param.form for name, param in params.items()}
@@ -302,30 +329,20 @@ _unshard_eagerly = torch.compiler.disable(unshard)
 
 
 def _in_forward() -> bool:
-    """Whether an `FSDPModule.__call__` is among the callers of the code that reads a parameter.
+    """Whether a call of an `FSDPModule`, or of a method that counts as one, led to the code that reads a parameter.
 
     A counter in `__call__` would miss code that runs eagerly after a graph break: the frame with the break is then
     compiled, and compiled code must not count (a side effect would break Dynamo's checkpoint regions). But that frame
-    still belongs to this file, as does the function that Dynamo resumes after the break.
+    still belongs to the same file, as does the function that Dynamo resumes after the break.
     """
     frame = sys._getframe(2)  # 0: this function, 1: the property
     while frame is not None:
-        if frame.f_code.co_filename == __file__:
+        if frame.f_code.co_filename in (__file__, FORWARD_METHODS_FILE):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
-_CONTAINERS = (dict, list, tuple)  # Dynamo does not trace `dict | list`
-
-
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Return `tree` with its floating-point tensors in `dtype`; other objects than Python's containers stay the same.
-
-    A cache, for instance, may be changed by the block that gets it, although it is registered as a tree.
-    """
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return pytree.tree_map_only(Tensor, cast, tree, is_leaf=lambda each: not isinstance(each, _CONTAINERS))
+    """Return `tree` with its floating-point tensors in `dtype`."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)

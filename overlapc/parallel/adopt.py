@@ -12,6 +12,7 @@ overlapc's `fully_shard` then manages: existing optimizers and checkpoints keep 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlapc.errors import ConfigError
 from overlapc.fx.versions.sharding import fsdp2_groups, fsdp2_original, fsdp2_state, release_fsdp2
 from overlapc.parallel.access import FSDPModule, make_group, manage, name_groups
-from overlapc.parallel.controls import REFUSED, divided_by
+from overlapc.parallel.controls import REFUSED
 from overlapc.parallel.gather import ShardedParam, ShardGroup
 from overlapc.parallel.sharding import Sharding, group_on
 
@@ -139,9 +140,7 @@ def _adopt(state: Any) -> None:
             dim = param.fsdp_placement.dim
             part, name = _path_of(info.module, info.param_name, modules)
             sharded = sharding.describe(name, param.sharded_param, dim, param._orig_size[dim], part)
-            if group.gradient_divide_factor is not None:
-                sharded = divided_by(sharded, group.gradient_divide_factor)
-            _manage(info, sharded)
+            _manage(info, dataclasses.replace(sharded, divisor=group.gradient_divide_factor))
     for part, module in enumerate(modules):
         make_group(module, found, policy, part)
 

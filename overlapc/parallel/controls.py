@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from overlapc.errors import ConfigError
-from overlapc.parallel.gather import ShardedParam, halved
+from overlapc.parallel.gather import ShardedParam
 
 _log = logging.getLogger("overlapc")
 
@@ -68,7 +68,7 @@ class Controls:
             raise ConfigError(f"set_gradient_divide_factor: {factor} is not a positive number")
         changed = modules_of(self, recurse)
         _refuse_unreduced("set_gradient_divide_factor", changed)
-        _describe_anew(changed, lambda param: divided_by(param, factor))
+        _describe_anew(changed, lambda param: dataclasses.replace(param, divisor=factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call `set_gradient_divide_factor`; this is its former name in FSDP2."""
@@ -77,12 +77,6 @@ class Controls:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the current stream, and so the next forward's gathers, wait for `event`."""
         event.wait()
-
-
-def divided_by(param: ShardedParam, factor: float) -> ShardedParam:
-    """Return `param` with gradients divided by `factor` after the sum; in fp16 half before it, as by default."""
-    before, after = halved(factor) if param.divide_before != 1 else (1.0, factor)
-    return dataclasses.replace(param, reduce_op="sum", divide_before=before, divide_after=after)
 
 
 def modules_of(control: Any, recurse: bool) -> list[nn.Module]:
@@ -137,7 +131,7 @@ def _describe_anew(modules: Iterable[nn.Module], change: Callable[[ShardedParam]
 def _variant(param: ShardedParam) -> ShardedParam:
     """Return `param` under the key of its current options, which is an earlier key if it had these options before."""
     group = param.group
-    how = (group.reshard_after_forward, group.post, param.reduce_op, param.divide_before, param.divide_after)
+    how = (group.reshard_after_forward, group.post, param.divisor)
     if how not in param.variants:
         param.variants[how] = dataclasses.replace(param)
     return param.variants[how]

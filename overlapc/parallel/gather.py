@@ -97,13 +97,10 @@ class ShardedParam:
     length: int  # size of `dim` in the gathered tensor
     chunk: int  # size of `dim` in the largest shard, which all ranks send
     local: int  # size of `dim` in this rank's shard
-    dtype: torch.dtype  # of the shard, and of its gradient
-    param_dtype: torch.dtype | None  # of the gathered tensor, if it differs from dtype
-    reduce_dtype: torch.dtype | None  # dtype of the reduction, if it differs from that of the computed gradient
-    reduce_op: str  # "avg" or "sum"
-    divide_before: float  # gradients are divided by this before they are reduced (1.0: not at all)
-    divide_after: float  # and by this after
+    param_dtype: torch.dtype | None  # of the gathered tensor, if it has floating point; None: that of the shard
+    reduce_dtype: torch.dtype | None  # of the reduction; None: that of the computed gradient
     tensor_parallel: TensorParallel | None
+    divisor: float | None = None  # of the sum of gradients over ranks; None: the number of ranks
     part: int = 0  # index of its module in the group
     # Descriptions of the same parameter by the options that controls change: an option set back restores the old key.
     variants: dict[object, ShardedParam] = field(default_factory=dict, repr=False)
@@ -152,9 +149,30 @@ class ShardedParam:
             post_rank=post_rank,
         )
 
+    def computed_dtype(self, shard: Tensor) -> torch.dtype:
+        """Return the dtype of the gathered tensor. As in FSDP2, integers are never cast."""
+        return (self.param_dtype if shard.dtype.is_floating_point else None) or shard.dtype
 
-def halved(divisor: float) -> tuple[float, float]:
-    """Return two roughly equal divisors of gradients, for before and after a sum over ranks that could overflow."""
+    def mean(self, grad: Tensor) -> tuple[str, float, float]:
+        """Return (reduction, divisor before it, divisor after it) for the mean of `grad` over ranks, as FSDP2 does.
+
+        NCCL computes means itself. Elsewhere the sum is divided after the scatter, where it is smallest. In fp16 a sum
+        over ranks could overflow, so half of the division happens before it.
+        """
+        axis, replicate = self.group.axis, self.group.replicate
+        ranks = axis.size * (replicate.size if replicate else 1)
+        if self.divisor is None and ranks == 1:
+            return "sum", 1.0, 1.0
+        divisor = float(ranks) if self.divisor is None else self.divisor
+        if grad.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            return "sum", *_halved(divisor)
+        if self.divisor is None and grad.device.type == "cuda":
+            return "avg", 1.0, 1.0
+        return "sum", 1.0, divisor
+
+
+def _halved(divisor: float) -> tuple[float, float]:
+    """Return two roughly equal factors of `divisor`, the first a power of two."""
     before = 1.0
     while divisor % before == 0 and divisor / before > before:
         before *= 2
@@ -219,7 +237,7 @@ def unsynced_leaf(param: Tensor, key: str) -> Tensor:
     shard = param.to_local()
     shape = [*shard.shape]
     shape[sharded.dim] = sharded.length
-    dtype = sharded.reduce_dtype or sharded.param_dtype or sharded.dtype
+    dtype = sharded.reduce_dtype or sharded.computed_dtype(shard)
     return shard.new_empty(1, dtype=dtype).expand(shape).requires_grad_()
 
 
@@ -244,12 +262,13 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, shard: Tensor, key: str, unsynced: Tensor | None, gathered: GatheredParam | None) -> Tensor:
         ctx.key = key
         ctx.gathered = gathered
+        ctx.dtype = shard.dtype
         ctx.unsynced_dtype = None if unsynced is None else unsynced.dtype
         if gathered is not None:
             return gathered.full.detach()
         sharded = _params[key]
         if _is_shape_inference(shard) and sharded.dim == 0 and sharded.group.axis.size > 1:
-            dtype = sharded.param_dtype or sharded.dtype
+            dtype = sharded.computed_dtype(shard)
             return shard.new_empty((sharded.length, *shard.shape[1:]), dtype=dtype)
         with annotate(sharded.label):
             return _gather(shard, sharded)
@@ -265,7 +284,7 @@ class _Unshard(torch.autograd.Function):
             former = due.pop(ctx.key)
             grad = former + grad.to(former.dtype)
         with annotate(sharded.label):
-            return _reduce(grad, sharded), None, None, None
+            return _reduce(grad, sharded, ctx.dtype), None, None, None
 
 
 def _is_shape_inference(tensor: Tensor) -> bool:
@@ -276,7 +295,7 @@ def _is_shape_inference(tensor: Tensor) -> bool:
 @torch.no_grad()
 def accumulate_reduced(param: DTensor, key: str, grad: Tensor) -> None:
     """Reduce the full gradient `grad` of `param` and add this rank's part to `param.grad`; every rank must do so."""
-    local = _reduce(grad, _params[key])
+    local = _reduce(grad, _params[key], param.dtype)
     mesh, placements = param.device_mesh, param.placements
     reduced = DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
     param.grad = reduced if param.grad is None else param.grad + reduced
@@ -304,6 +323,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keys: list[str], count: int, wanted: Tensor, end: Tensor, *tensors: Tensor) -> Tensor:
         ctx.keys = keys
+        ctx.dtypes = [shard.dtype for shard in tensors[:count]]
         ctx.save_for_backward(wanted, *tensors[count:])
         return end.view_as(end)
 
@@ -313,10 +333,10 @@ class _Reduced(torch.autograd.Function):
         with only_in_backward():
             first = CLAIM(wanted)
         reduced = []
-        for key, pending in zip(ctx.keys, gradients, strict=True):
+        for key, dtype, pending in zip(ctx.keys, ctx.dtypes, gradients, strict=True):
             waiting = torch.where(first, pending, pending.new_zeros(()))
             with annotate(_params[key].label):
-                reduced.append(_reduce(waiting, _params[key]))
+                reduced.append(_reduce(waiting, _params[key], dtype))
         return None, None, None, ended, *reduced, *(None for _ in reduced)
 
 
@@ -345,8 +365,7 @@ def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     # Cast after padding, and in `_reduce` before it is taken away: all ranks then compute tensors of the same size, and
     # plan the same kernels. A rank whose shard has no rows would have a call that makes an empty tensor instead.
     full = _pad(shard, param.chunk) if param.uneven else shard
-    if param.param_dtype is not None:
-        full = full.to(param.param_dtype)
+    full = full.to(param.computed_dtype(shard))
     if axis.size > 1:
         # Eager code over gloo needs `gloo_all_gather`; while a graph is traced, every tensor is a subclass.
         apart = type(full) is Tensor and backend_of(axis.group, full.device.type) == "gloo"
@@ -359,24 +378,25 @@ def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     return full.view_as(full) if full is shard else full
 
 
-def _reduce(grad: Tensor, param: ShardedParam) -> Tensor:
-    """Return this rank's part of the gathered parameter's gradient, averaged over data-parallel ranks."""
+def _reduce(grad: Tensor, param: ShardedParam, dtype: torch.dtype) -> Tensor:
+    """Return this rank's part of the gathered parameter's gradient, averaged over data-parallel ranks, as `dtype`."""
     axis, replicate = param.group.axis, param.group.replicate
     if param.reduce_dtype is not None:
         grad = grad.to(param.reduce_dtype)
-    if param.divide_before != 1:
-        grad = grad / param.divide_before
+    reduction, before, after = param.mean(grad)
+    if before != 1:
+        grad = grad / before
     if param.uneven:
         grad = _pad(grad, param.chunk * axis.size)
     if param.dim:
         grad = grad.unflatten(param.dim, (axis.size, -1)).movedim(param.dim, 0).flatten(0, 1)
     if axis.size > 1:
-        grad = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad.contiguous(), param.reduce_op, axis.size, axis.group))
+        grad = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad.contiguous(), reduction, axis.size, axis.group))
     if replicate is not None and replicate.size > 1:
-        grad = _ops.wait_tensor(_ops.all_reduce(grad, param.reduce_op, replicate.group))
-    if param.divide_after != 1:
-        grad = grad / param.divide_after
-    grad = grad.to(param.dtype)
+        grad = _ops.wait_tensor(_ops.all_reduce(grad, reduction, replicate.group))
+    if after != 1:
+        grad = grad / after
+    grad = grad.to(dtype)
     return grad.narrow(0, 0, param.local) if param.uneven else grad
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from overlapc.errors import ConfigError
 from overlapc.fx.versions.sharding import StridedShard, joined_mesh
-from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel, halved
+from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel
 
 # Mesh -> number of ranks -> the mesh for `reshard_after_forward`, and the default process group that it was made under.
 _post_meshes: weakref.WeakKeyDictionary[
@@ -134,12 +134,6 @@ class Sharding:
             raise ConfigError(
                 f"fully_shard: parameter {name} is tensor parallel; reshard_after_forward must be True or False there"
             )
-        # FSDP2's rule: casts that change nothing are dropped, and integer parameters are never cast.
-        floating = param.dtype.is_floating_point
-        param_dtype = self.policy.param_dtype if floating and self.policy.param_dtype != param.dtype else None
-        computed = param_dtype or param.dtype
-        reduced = self.policy.reduce_dtype or computed
-        reduce_op, before, after = _mean(self.group, reduced, self.mesh.device_type)
         return ShardedParam(
             name=name,
             group=self.group,
@@ -147,12 +141,8 @@ class Sharding:
             length=length,
             chunk=-(-length // self.group.axis.size),
             local=data.to_local().shape[dim],
-            dtype=param.dtype,
-            param_dtype=param_dtype,
-            reduce_dtype=reduced if reduced != computed else None,
-            reduce_op=reduce_op,
-            divide_before=before,
-            divide_after=after,
+            param_dtype=self.policy.param_dtype,
+            reduce_dtype=self.policy.reduce_dtype,
             tensor_parallel=parallel,
             part=part,
         )
@@ -188,19 +178,3 @@ def _tensor_parallel(param: DTensor, mesh: DeviceMesh) -> TensorParallel | None:
         return None
     other = param.device_mesh[names]  # from its own mesh: the root may not have axes of these names
     return TensorParallel(other, tuple(param.placements[mesh.ndim :]), param.shape, tuple(param.stride()))
-
-
-def _mean(group: ShardGroup, dtype: torch.dtype, device_type: str) -> tuple[str, float, float]:
-    """Return (reduction, divisor before, divisor after) for the mean of gradients, as FSDP2 chooses them.
-
-    NCCL computes means itself. Elsewhere the sum is divided after the scatter, where it is smallest. In fp16 a sum over
-    ranks could overflow, so half of the division happens before it.
-    """
-    ranks = group.axis.size * (group.replicate.size if group.replicate else 1)
-    if ranks == 1:
-        return "sum", 1.0, 1.0
-    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        return "sum", *halved(ranks)
-    if device_type == "cuda":
-        return "avg", 1.0, 1.0
-    return "sum", 1.0, float(ranks)

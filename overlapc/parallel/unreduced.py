@@ -1,9 +1,10 @@
 """Gradients that accumulate over micro-batches before they are reduced: `set_requires_gradient_sync(False)`.
 
 While synchronization is off, gradients flow to leaf tensors without memory and accumulate in their `.grad`, outside of
-every graph. When it is turned on, the sums are *pending*: the backward of the module's next forward reduces them. In a
-compiled graph they are reduced together with the step's own gradient. In eager code a hook makes the backward of each
-parameter's gather add the pending gradient, and reduces those of parameters whose gather has no backward.
+every graph. When it is turned on, the sums are *pending*: the backward of the next forward reduces them, be it of the
+module on which the method was called or of a sharded module inside it. In a compiled graph they are reduced together
+with the step's own gradient. In eager code a hook makes the backward of each parameter's gather add the pending
+gradient, and reduces those of parameters whose gather has no backward.
 """
 
 from __future__ import annotations
@@ -16,25 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from overlapc.errors import ConfigError
 from overlapc.fx.comm.claim import claimed
 from overlapc.parallel.gather import ShardedParam, accumulate_reduced, due, reduce_with, unsynced_leaf
+from overlapc.parallel.nested import map_tensors
 
 # Maps the key of a ShardedParam to the sharded parameter and its full gradient, which is not reduced yet.
 Gradients = dict[str, tuple[DTensor, Tensor]]
 
 
 class Pending:
-    """The gradients of a module's earlier micro-batches, which the first backward of a later forward reduces.
+    """The gradients of earlier micro-batches, which the first backward of a later forward reduces.
 
-    Any number of forwards may have them before that. In compiled graphs `wanted`, a single bool, is True until a
-    backward reduces them; `end`, an empty leaf, gets a gradient once that is done.
+    Modules share them: the outermost one that is called reduces them. Any number of forwards may have them before that.
+    In compiled graphs `wanted`, a single bool, is True until a backward reduces them; `end`, an empty leaf, gets a
+    gradient once that is done.
     """
 
     def __init__(self, gradients: Gradients) -> None:
+        self.running: Any = None  # whose forward runs and will reduce them; those inside leave it to it
+        self.hold(gradients)
+
+    def hold(self, gradients: Gradients) -> None:
+        """Make `gradients` the pending ones."""
         self.gradients = gradients
+        self.waiting = bool(gradients)  # for Dynamo, which guards on entries of a dictionary even if asked for no entry
         if gradients:
             _, some = next(iter(gradients.values()))
             self.wanted = torch.ones((), dtype=torch.bool, device=some.device)
@@ -43,12 +51,13 @@ class Pending:
 
     def take(self) -> Gradients:
         """Return the gradients unless they are reduced already; they are no longer pending."""
-        taken, self.gradients = self.gradients, {}
+        taken = self.gradients
+        self.hold({})
         return taken if taken and claimed(self.wanted) else {}
 
     def _reduced(self, end: Tensor) -> None:
         end.grad = None
-        self.gradients = {}
+        self.hold({})
 
 
 def managed(module: nn.Module) -> dict[str, ShardedParam]:
@@ -107,14 +116,19 @@ def discard_unsynced(modules: Iterable[nn.Module]) -> None:
             leaf.grad = None
 
 
-def reduce_behind(output: Any, module: Any) -> Any:
-    """Return `output` of `module`; a backward from any tensor in it also reduces the module's pending gradients.
+def reduce_behind(output: Any, pending: Pending) -> Any:
+    """Return `output` of a module; a backward from any tensor in it also reduces the pending gradients.
 
     They are reduced at once if no tensor in `output` has a gradient.
     """
-    leaves, tree = pytree.tree_flatten(output)
-    pending: Pending = module._overlapc_pending
-    ends = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    ends: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            ends.append(tensor)
+        return tensor
+
+    map_tensors(noted, output)
     if not ends:
         _reduce_now(pending)
         return output
@@ -123,13 +137,11 @@ def reduce_behind(output: Any, module: Any) -> Any:
             _reduce_frozen(pending)
         keys, waiting = list(pending.gradients), list(pending.gradients.values())
         shards, gradients = [shard for shard, _ in waiting], [grad for _, grad in waiting]
-        behind = reduce_with([leaves[at] for at in ends], shards, keys, gradients, pending.wanted, pending.end)
-        for at, leaf in zip(ends, behind, strict=True):
-            leaves[at] = leaf
-        return pytree.tree_unflatten(leaves, tree)
-    for at in ends:
+        behind = iter(reduce_with(ends, shards, keys, gradients, pending.wanted, pending.end))
+        return map_tensors(lambda tensor: next(behind) if tensor.requires_grad else tensor, output)
+    for end in ends:
         # A hook, not an autograd function: callers may change the result in place, as `loss *= scale` does.
-        leaves[at].register_hook(functools.partial(_begin, pending))
+        end.register_hook(functools.partial(_begin, pending))
     return output
 
 

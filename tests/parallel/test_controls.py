@@ -65,20 +65,22 @@ def test_a_compiled_model_is_compiled_again_after_a_change():
 def test_gradients_are_divided_by_the_users_factor():
     model = shard(Tiny())
     model.set_gradient_divide_factor(6.0)
-    found = {name: (param.reduce_op, param.divide_before, param.divide_after) for name, param in params(model).items()}
+    gradient = torch.empty(0)
+    found = {name: param.mean(gradient) for name, param in params(model).items()}
     own = [name for name in found if "layers." not in name]
     assert own
     assert {found[name] for name in own} == {("sum", 1.0, 6.0)}
     assert {each for name, each in found.items() if name not in own} == {("sum", 1.0, 4.0)}
     model.set_reduce_scatter_divide_factor(3.0)
-    assert {params(model)[name].divide_after for name in own} == {3.0}
+    assert {params(model)[name].mean(gradient) for name in own} == {("sum", 1.0, 3.0)}
 
 
 def test_a_part_of_the_factor_is_applied_before_a_sum_in_fp16():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     model = fully_shard(Tiny(), mesh, param_dtype=torch.float16)
     model.set_gradient_divide_factor(8.0)
-    assert {(each.divide_before, each.divide_after) for each in params(model).values()} == {(4.0, 2.0)}
+    gradient = torch.empty(0, dtype=torch.float16)
+    assert {each.mean(gradient) for each in params(model).values()} == {("sum", 4.0, 2.0)}
 
 
 def test_tied_parameters_stay_tied():
@@ -105,9 +107,9 @@ def test_an_adopted_model_keeps_its_factor():
     model = shard(Tiny(), apply=fsdp2.fully_shard)
     model.layers[0].set_gradient_divide_factor(6.0)
     model = adopt_fsdp2(model)
-    factors = {name: each.divide_after for name, each in params(model).items()}
+    factors = {name: each.divisor for name, each in params(model).items()}
     assert {factor for name, factor in factors.items() if "layers.0." in name} == {6.0}
-    assert {factor for name, factor in factors.items() if "layers.0." not in name} == {4.0}
+    assert {factor for name, factor in factors.items() if "layers.0." not in name} == {None}
 
 
 def test_all_methods_of_fsdp2_exist():
@@ -218,7 +220,7 @@ def test_a_control_of_one_module_changes_all_that_were_sharded_with_it(adopted):
     if adopted:
         adopt_fsdp2(model)
     model[1].set_gradient_divide_factor(7.0)
-    factors = [managed(each)["weight"].divide_after for each in model]
+    factors = [managed(each)["weight"].divisor for each in model]
     assert factors[0] == factors[1] != factors[2]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from overlapc.fx.comm.collectives import find_collectives
 from overlapc.fx.comm.labels import label_of
 from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard
 from overlapc.parallel.gather import unshard, unshard_local
+from overlapc.parallel.nested import map_tensors
 from overlapc.parallel.unreduced import managed
 from tests.parallel.sharded import mesh_1d, shard
 from tests.parallel.tiny import Recorder, Tiny, batch, ops
@@ -338,6 +340,50 @@ def test_floating_inputs_are_cast_to_the_parameters_dtype(compile_it):
     assert output_of(output_dtype=torch.float32).dtype == torch.float32
     with pytest.raises((RuntimeError, torch._dynamo.exc.TorchRuntimeError), match=r"same dtype|Float"):
         output_of(cast_forward_inputs=False)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    parts: list[torch.Tensor]
+    notes: dict[str, int]
+
+
+class OfBatches(nn.Linear):
+    def forward(self, batch: Batch) -> Batch:  # type: ignore[override]
+        return Batch(super().forward(batch.x), [super(OfBatches, self).forward(each) for each in batch.parts], {})
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_tensors_in_dataclasses_are_cast_and_reduce_earlier_gradients(compile_it):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(OfBatches(4, 4), mesh_1d(), mp_policy=policy)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_it else model
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        result = run(Batch(torch.ones(4, 4), [torch.ones(4, 4)], {"length": 4}))
+        (result.x.sum() + result.parts[0].sum()).backward()
+        assert (model.weight.grad is not None) is last
+    assert result.x.dtype == result.parts[0].dtype == torch.float32
+
+
+def test_a_dataclass_that_needs_no_cast_stays_the_same_object():
+    batch = Batch(torch.ones(4), [torch.ones(4)], {"length": 4})
+    assert map_tensors(lambda tensor: tensor.to(torch.float32), {"batch": batch})["batch"] is batch
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16])
+def test_parameters_may_change_their_dtype_after_sharding(change, compile_it):
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh_1d()))
+    change(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_it else model
+    model[0].set_requires_gradient_sync(False)
+    result = run(torch.ones(4, 4, dtype=model[0].weight.dtype))
+    result.sum().backward()
+    model[0].set_requires_gradient_sync(True)
+    run(torch.ones(4, 4, dtype=model[0].weight.dtype)).sum().backward()
+    assert result.dtype == model[0].weight.dtype == model[0].weight.grad.dtype != torch.float32
 
 
 def test_parameters_in_lists_and_of_other_modules_are_gathered():

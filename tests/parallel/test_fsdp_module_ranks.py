@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -144,6 +145,17 @@ def within_forward(model: Any, mesh: DeviceMesh) -> list[Tensor]:
     return accumulated(model, model)
 
 
+def by_parts(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Call the modules inside the model, not the model itself."""
+    losses = []
+    for number in range(MICRO):
+        model.set_requires_gradient_sync(number == MICRO - 1)
+        generator = torch.Generator().manual_seed(MICRO * dist.get_rank() + number)
+        losses.append(model.translate(torch.randn(4, 8, generator=generator)).square().mean())
+        losses[-1].backward()
+    return losses
+
+
 def accumulated(model: Any, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     losses = []
     for number, (tokens, _) in enumerate(micro_batches()):
@@ -200,6 +212,24 @@ class Encoding(Tiny):
         return self.encode(tokens)
 
 
+class EncodingEagerly(Encoding):
+    @torch._dynamo.disable
+    def normed(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        return self.normed(self.embed(tokens)) @ self.head.weight.T
+
+
+class Translating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.temperature = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.ones(2))
+
+    def translate(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x).relu())
+
+
 class Scored(Tiny):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
         hidden = self.embed(tokens)
@@ -252,6 +282,17 @@ def compiled_in_place(model: Any) -> Any:
     return model
 
 
+def compiled_parts(model: Any) -> Any:
+    for part in model.children():
+        part.compile(backend="overlapc", options={"rank_timeout": 60})
+    return model
+
+
+def compiled_translation(model: Any) -> Any:
+    model.translate = torch.compile(model.translate, backend="overlapc", options={"rank_timeout": 60})
+    return model
+
+
 def compiled_method(model: Any) -> Any:
     model.encode = torch.compile(model.encode, backend="overlapc", options={"rank_timeout": 60})
     return model
@@ -286,11 +327,19 @@ def scoring(mesh: DeviceMesh) -> Any:
     return shard(Scoring(layers=1), mesh["dp"], apply=fsdp2.fully_shard)
 
 
-def with_method(mesh: DeviceMesh) -> Any:
+def with_method(mesh: DeviceMesh, kind: type[Encoding] = Encoding) -> Any:
     torch.manual_seed(0)
     policy = fsdp2.MixedPrecisionPolicy(output_dtype=torch.float64)
-    model = fsdp2.fully_shard(Encoding(), mesh=mesh["dp"], mp_policy=policy)
+    model = fsdp2.fully_shard(kind(), mesh=mesh["dp"], mp_policy=policy)
     fsdp2.register_fsdp_forward_method(model, "encode")
+    return model
+
+
+def translating(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    model = Translating()
+    for module in (*model.children(), model):
+        fsdp2.fully_shard(module, mesh=mesh["dp"])
     return model
 
 
@@ -311,6 +360,9 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
     "each module, one called twice": (repeated, each_module, compiled),
     "late, eager": (tiny, late, eager),
     "late, compiled": (tiny, late, compiled),
+    "parts, eager": (translating, by_parts, eager),
+    "parts, compiled one by one": (translating, by_parts, compiled_parts),
+    "parts, compiled together": (translating, by_parts, compiled_translation),
     "chunked head": (with_head, chunked_head, eager),
     "prefetched, eager": (tiny, prefetched, eager),
     "prefetched, compiled": (tiny, prefetched, compiled),
@@ -324,6 +376,7 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
     "one of two results, model.compile": (scoring, one_of_two_results, compiled_in_place),
     "method, eager": (with_method, method, eager),
     "method, compiled": (with_method, method, compiled_method),
+    "method with eager code, compiled": (partial(with_method, kind=EncodingEagerly), method, compiled_method),
     "method within forward, model.compile": (with_method, within_forward, compiled_in_place),
 }
 

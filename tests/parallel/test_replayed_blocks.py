@@ -512,3 +512,18 @@ class Reading(Block):
 
 def test_values_stored_between_blocks_are_noticed():
     once(sharded(Remembering(Reading)), 0)
+
+
+def test_equal_blocks_are_traced_once_when_gradients_of_earlier_micro_batches_are_reduced():
+    model = sharded(Model())
+    x = torch.randn(2, DIM, requires_grad=True)
+
+    def accumulate(compiled: Any) -> Any:
+        shapes = []
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            shapes.append(compiled(x).shape)
+            compiled(x).sum().backward()
+        return shapes
+
+    once(model, 6, run=accumulate)

@@ -10,11 +10,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 StridedShard = _StridedShard
+
+# The file of the function that `register_fsdp_forward_method` puts in place of a method.
+FORWARD_METHODS_FILE = register_fsdp_forward_method.__code__.co_filename
 
 
 def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:

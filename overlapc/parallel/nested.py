@@ -1,0 +1,43 @@
+"""Tensors in what modules get and return, found where FSDP2 finds them: in containers and dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_CONTAINERS = (dict, list, tuple)  # Dynamo does not trace `dict | list`
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return `tree` with `change(tensor)` in place of each tensor in Python's containers and in dataclasses.
+
+    A dataclass without a changed tensor, and any other object, stays the same object: a cache, for instance, may be
+    changed by the block that gets it, although it is registered as a tree.
+    """
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        others = {}
+        for field in dataclasses.fields(leaf):
+            old = getattr(leaf, field.name)
+            new = map_tensors(change, old)
+            if any(one is not two for one, two in zip(_leaves(old), _leaves(new), strict=True)):
+                others[field.name] = new
+        return dataclasses.replace(leaf, **others) if others else leaf
+
+    return pytree.tree_map(changed, tree, is_leaf=_is_leaf)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree, is_leaf=_is_leaf)
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, _CONTAINERS)
