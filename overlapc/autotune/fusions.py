@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from overlapc.codegen import trial
 from overlapc.codegen.generators import generator_for
 from overlapc.estimators.calibration.clock import clock_for, compute_ns
 from overlapc.fusion.fuse import KernelTiming
@@ -25,7 +26,7 @@ class KernelTimes:
         """Return the time of the kernel of `op`, including its launch where the launch is not hidden, or the reason why
         no kernel is generated for it. ToolchainError if it does not compile."""
         generator = generator_for(op.device.type)
-        reason = generator.refuse(op.body)
+        reason = generator.refuse(op.body) or trial.refuse(op.body)
         if reason is not None:
             return reason
         source = generator.generate(op.body, "trial", size_hints=self.graph.size_hints)

@@ -33,6 +33,8 @@ _KNOWN: Mapping[str, str] = {
     "values": "overlapc.runtime.check_values",
     "Parts": "overlapc.runtime.cuda_graphs:Parts",
 }
+FIXED_NAMES = frozenset(_KNOWN) | frozenset("args before box call layouts life parts returned".split())
+"""Names that a generated module uses besides those of nodes, so no node may have them."""
 _sizes = PythonPrinter()
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 # Matrix products are called by their public names: dispatching these takes half the host time of an overload.

@@ -14,10 +14,11 @@ if it is the same for them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
+import torch
 
 from overlapc.ir.body import (
     Body,
@@ -34,7 +35,7 @@ from overlapc.ir.body import (
     depends_on,
     op,
 )
-from overlapc.ir.conversions import constant
+from overlapc.ir.conversions import cast, constant
 from overlapc.ir.facts import known_truth, learn, unseen_where_masked
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.rewriting import canonical, rebuild, with_loops, with_values
@@ -173,12 +174,21 @@ def _only_term(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value
     loop = body.reduction[0]
     for position, at in (condition.args, condition.args[::-1]):
         if isinstance(position, Index) and position.expr == loop.symbol and not varies.get(at, True):
-            inside = op("logical_and", op("ge", at, Constant(0, at.dtype)), op("lt", at, Index(loop.size, at.dtype)))
-            value: Value = op("where", inside, there, elsewhere)
-            for factor in reversed(factors):  # in the original order, for equal bits
-                value = op("mul", value, factor)
-            return value
+            at = cast(at, torch.int64)  # a narrower dtype may not hold the size
+            inside = op("logical_and", op("ge", at, Constant(0, at.dtype)), op("lt", at, Index(loop.size)))
+            found = _product(op("where", inside, there, elsewhere), factors)
+            if not factors or not total.dtype.is_floating_point:
+                return found
+            if not loop.size.is_Integer or loop.size < 2:
+                return total
+            return op("add", found, _product(elsewhere, factors))  # NaN if the others are, as 0 * inf
     return total
+
+
+def _product(value: Value, factors: Sequence[Value]) -> Value:
+    for factor in reversed(factors):  # in the original order, for equal bits
+        value = op("mul", value, factor)
+    return value
 
 
 def _without_reduction(body: Body) -> Body:

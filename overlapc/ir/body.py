@@ -109,7 +109,7 @@ class Constant(Value):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index(Value):
-    """An index expression as a number, for `arange`, masks and positions."""
+    """An index expression as a number that `dtype` can hold, for `arange`, masks and positions."""
 
     expr: sympy.Expr
     dtype: torch.dtype = torch.int64

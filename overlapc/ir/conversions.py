@@ -64,7 +64,7 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
         return value
     if isinstance(value, Constant):
         return constant(value.number, target)
-    if isinstance(value, Index) and not target.is_floating_point and target != torch.bool:
+    if isinstance(value, Index) and target is torch.int64:  # narrower ones may wrap around
         return Index(value.expr, target)
     return Cast(value, target)
 

@@ -12,8 +12,9 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 
 from overlapc.fx.written_numbers import written_number
-from overlapc.ir.body import LOW_PRECISION, Body, Cast, Checked, Constant, Index, Value, as_number, op
-from overlapc.ir.conversions import cast, constant
+from overlapc.ir.body import LOW_PRECISION, Body, Cast, Checked, Constant, Index, Value, as_number, op, ranges_of
+from overlapc.ir.conversions import cast, compute_dtype, constant
+from overlapc.ir.indexing import bounds
 from overlapc.ir.ops import View
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, lowers, lowers_by_name
@@ -517,6 +518,10 @@ def iota(context: Lowering, length: Any, start: Any, step: Any, dtype: torch.dty
 def _iota(context: Lowering, start: Any, step: Any, dtype: torch.dtype) -> View:
     def body(out: View) -> Body:
         loops, position = context.loops_over(out.layout)
-        return Body(loops, (), (context.store(out, position, Index(start + step * position[0])),))
+        number, info = start + step * position[0], torch.iinfo(dtype)
+        limits = bounds(number, ranges_of(loops))
+        fits = limits is not None and all(limit.is_Integer and info.min <= limit <= info.max for limit in limits)
+        value = Index(number, compute_dtype(dtype) if fits else torch.int64)
+        return Body(loops, (), (context.store(out, position, value),))
 
     return context.loops(body)

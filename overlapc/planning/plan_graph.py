@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from overlapc.agreement.graph_text import canonical_lines
 from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
+from overlapc.codegen.python import FIXED_NAMES
 from overlapc.config import Config
 from overlapc.estimators.base import Estimator
 from overlapc.estimators.device import DeviceProfile
@@ -135,6 +136,9 @@ def _rewrite(gm: GraphModule) -> None:
     fill_empty_constants(gm.graph)
     infer_labels(gm.graph)
     draw_once(gm.graph)
+    for node in gm.graph.nodes:
+        if node.name in FIXED_NAMES:  # nodes have the names of ops, which the user's libraries may have defined
+            node._rename(f"{node.name}_")
 
 
 def _reused(

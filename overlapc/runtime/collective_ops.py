@@ -47,6 +47,8 @@ def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_
 def gloo_all_gather(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
     """`all_gather_into_tensor` over gloo, as an operation whose name is short enough for its threads."""
     part = tensor if tensor.dim() else tensor.view(1)
+    if part.is_complex():  # which gloo does not know
+        return torch.view_as_complex(gloo_all_gather(torch.view_as_real(part.resolve_conj()), group_size, group_name))
     whole = part.new_empty((group_size * part.shape[0], *part.shape[1:]))
     gathered: Tensor = _c10d.all_gather_into_tensor_out(part, group_size, group_name, out=whole)
     return gathered

@@ -79,6 +79,15 @@ def test_a_function_compiled_with_benchmark_fusion_equals_eager(monkeypatch: pyt
     assert counted("fallbacks") == 0
 
 
+def test_a_kernel_whose_check_zeros_would_fail_is_not_measured() -> None:
+    table, places = torch.randn(100), torch.arange(50, 80)
+
+    def function(table, places):
+        return table[places - 50] * 2 + 1
+
+    torch.testing.assert_close(compiled(function, benchmark_fusion=True)(table, places), function(table, places))
+
+
 def test_refusals_are_printed_when_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     x = torch.randn(8, 8)
     compiled(lambda x: (x.sin() @ x).cos(), debug="fusion")(x)

@@ -5,12 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.codegen.triton import TritonGenerator
+from overlapc.codegen.triton.shape import KernelShape
+from overlapc.codegen.triton.tiling import choose
+from overlapc.ir.body import Body, Load, Store
+from overlapc.ir.indexing import ModularIndexing
 from tests.codegen.case import Case
 from tests.codegen.interpreted import triton_on_cpu
 from tests.codegen.scan_cases import scan_cases
+from tests.codegen.terms import i0, loop, p0, p1
 from tests.codegen.triton_cases import small
 from tests.codegen.triton_forms import variants
 
@@ -37,3 +44,27 @@ def test_the_interpreter_joins_a_comparison_of_two_scalars_to_one_of_elements():
     x, bound = torch.tensor([-1.0, 0.5, 2.0]), torch.tensor(1.0)
     with triton_on_cpu():
         assert torch.equal(torch.compile(function, backend="overlapc")(x, bound), function(x, bound))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        151_936 * p0 + i0,
+        i0 * (151_936 * p0) + p1,
+        FloorDiv(151_936 * p0, 151_937),
+        ModularIndexing(151_936 * p0, sympy.S.One, sympy.Integer(1000)),
+    ],
+)
+def test_a_part_of_an_index_that_exceeds_32_bits_makes_the_index_64_bits_wide(index: sympy.Expr) -> None:
+    loops = (loop(p0, 16_384), loop(p1, 2))
+    loaded = ((i0, Load("t", p0, torch.int64)),) if i0 in index.free_symbols else ()
+    picked = Load("x", index, torch.float32, indirect=loaded)
+    body = Body(loops, (), (Store("y", 2 * p0 + p1, picked, torch.float32),))
+    assert KernelShape(body, choose(body, {}), "k").index_dtype == "tl.int64"
+
+
+def test_sums_may_exceed_32_bits_on_the_way_to_an_index_that_does_not() -> None:
+    index = 200_000 * p0 - 200_000 * FloorDiv(p0, 2) - 100_000 * p0 + i0
+    picked = Load("x", index, torch.float32, indirect=((i0, Load("t", p0, torch.int64)),))
+    body = Body((loop(p0, 10_000),), (), (Store("y", p0, picked, torch.float32),))
+    assert KernelShape(body, choose(body, {}), "k").index_dtype == "tl.int32"

@@ -80,8 +80,9 @@ def test_the_sum_of_a_row_with_one_nonzero_element_needs_no_reduction(targets: l
     short = simplified(body)
     assert not short.reduction
     assert len(short.loops) in (1, 2)
-    buffers = {"a": torch.randn(32), "t": torch.tensor(targets), "s": torch.randn(4)}
-    torch.testing.assert_close(results(short, **buffers), results(body, **buffers))
+    factors = torch.tensor([0.5, float("inf"), float("nan"), -2.0])  # 0 * inf, in the row's other elements, is NaN
+    buffers = {"a": torch.randn(32), "t": torch.tensor(targets), "s": factors}
+    torch.testing.assert_close(results(short, **buffers), results(body, **buffers), equal_nan=True)
 
 
 def test_sums_of_several_elements_stay() -> None:

@@ -33,6 +33,19 @@ def test_integers_wrap_and_divide_as_in_eager(dtype):
     same(lambda x, y: (x.sum(), x.prod(), x.float().mean(), x.amax(), x.argmin(), x / y, x.clamp(1, 4), x**2), x, y)
 
 
+@pytest.mark.parametrize("dtype", INTEGERS[:4])
+def test_ranges_of_narrow_integers_wrap_around(dtype):
+    length = 70_000 if dtype is torch.int16 else 300
+    x = torch.randn(length)
+
+    def function(x, targets):
+        positions = torch.arange(length, dtype=dtype)
+        hot = torch.where(positions == targets[:, None], 2.0, 0.0).sum(1)
+        return torch.where(positions >= 100, x, -x), positions.long() + 1, x[positions.long().abs()] + 1, hot
+
+    same(function, x, torch.tensor([3, 100, 44]).to(dtype))
+
+
 @pytest.fixture(params=["cpp", "triton"])
 def generator(request):
     """Run the test with C++ kernels and with interpreted Triton kernels."""

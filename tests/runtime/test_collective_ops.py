@@ -19,7 +19,7 @@ from overlapc.runtime.toolchain import find_compiler
 from tests.ranks import values_on_ranks
 
 _c10d = torch.ops._c10d_functional
-_GATHERED = [(3, 2), (0, 2), (), (5,)]
+_GATHERED = [(3, 2), (0, 2), (), (5,), (3, 2), ()]
 
 
 def test_separate_collectives_equal_those_of_torch():
@@ -30,7 +30,7 @@ def _gathers() -> None:
     """Assert that gathers and reductions of tensors of several dtypes equal the results computed from all ranks'
     inputs."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
-    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.int32]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.complex64, torch.complex64]
     ours = [[torch.arange(7)[: max(1, torch.Size(size).numel())] + each for size in _GATHERED] for each in range(2)]
     tensors = [
         [

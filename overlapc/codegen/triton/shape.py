@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.codegen.triton.accumulate import Accumulation
 from overlapc.codegen.triton.expressions import IndexPrinter
@@ -15,7 +16,7 @@ from overlapc.codegen.triton.pairs import paired
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Op, Scan, Store, Value, depends_on, topological
 from overlapc.ir.facts import unseen_where_masked
-from overlapc.ir.indexing import at_most, bounds, exact_quotient, numel
+from overlapc.ir.indexing import ModularIndexing, at_most, bounds, exact_quotient, numel
 
 WIDEST_ACCESS = 8  # elements of two bytes in 16
 _INT32_LIMIT = 2**31 - 2**20  # leaves room for the last tile, which may be partly masked
@@ -106,15 +107,14 @@ class KernelShape:
         largest: set[sympy.Expr] = set(self.numel.values())
         exprs = [expr for value in self.body.values() for expr in value.indices()]
         unknown = False
-        for expr in (*exprs, *(store.index for store in self.body.stores)):
+        for expr in {part for each in (*exprs, *(store.index for store in self.body.stores)) for part in _exact(each)}:
             found = bounds(expr, self.ranges)
-            if found is not None:
-                largest.add(found[1])
-                if not at_most(sympy.S.Zero, found[0]):
-                    largest.add(-found[0])
-            else:
-                # Indices loaded from memory are int64, and so are sums with them; other unbounded indices need int64.
-                unknown = unknown or not any(str(symbol).startswith("i") for symbol in expr.free_symbols)
+            if found is None:
+                unknown = True
+                continue
+            largest.add(found[1])
+            if not at_most(sympy.S.Zero, found[0]):
+                largest.add(-found[0])
         if self.known:
             largest = {expr.subs(sizes) for expr in largest for sizes in self.known}
         known = [int(expr) for expr in largest if expr.is_Integer]
@@ -223,6 +223,29 @@ def term(text: str) -> str:
 
 def axis_symbol(axis: str) -> sympy.Symbol:
     return sympy.Symbol(f"{axis}_flat", integer=True, nonnegative=True)
+
+
+def _exact(index: sympy.Expr) -> Iterator[sympy.Expr]:
+    """Yield the parts of `index` that are computed in the width of indices and must not wrap around there.
+
+    Sums and products may wrap around on the way to a result that does not; what is divided may not, nor what is added
+    to, or multiplied with, an index that was loaded from memory: that is an int64.
+    """
+    if not any(map(_is_loaded, index.free_symbols)):
+        yield index
+        for division in index.atoms(FloorDiv, ModularIndexing):
+            yield from division.args
+    elif isinstance(index, sympy.Add | sympy.Mul):
+        narrow = [part for part in index.args if not any(map(_is_loaded, part.free_symbols))]
+        for part in {*index.args, index.func(*narrow)}:
+            yield from _exact(part)
+    else:
+        for part in index.args:
+            yield from _exact(part)
+
+
+def _is_loaded(symbol: sympy.Symbol) -> bool:
+    return str(symbol).startswith("i")
 
 
 def argument_names(body: Body) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Pool:
         self.released = 0  # the number of that graph's last release
         self.held = 0  # number of collectives whose memory a running graph uses
         self.failed = False  # a graph failed while it used this memory: ranks may have started different collectives
+        self.abandoned: list[Any] = []  # what collectives in flight then read and write, which may happen yet
         self.memory: Memory | None = None
         self.views: weakref.WeakKeyDictionary[GraphCopies, _Views] = weakref.WeakKeyDictionary()  # of this memory
         self.token = ""  # identifies the memory: equal on all ranks that mapped each other's
@@ -66,6 +67,7 @@ class Pool:
         self.views.clear()
         self.number = self.released = 0
         self.failed = False
+        self.abandoned.clear()
 
 
 _pools: weakref.WeakValueDictionary[tuple[str, torch.device], Pool] = weakref.WeakValueDictionary()
@@ -416,6 +418,7 @@ class GraphCopies:
         self.pool.failed = self.pool.failed or self.pool.held > 0
         self.pool.held = 0
         self._done = len(self.forms)
+        self.pool.abandoned += self._in_flight.values()
         self._in_flight.clear()
         self._early_shards.clear()
 

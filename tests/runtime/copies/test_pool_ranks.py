@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -335,6 +336,29 @@ def test_a_peer_that_fails_in_flight_is_named_after_the_timeout(how, tmp_path):
     assert "within 1 s" in first
     assert again.startswith("@dp: a step failed on this rank with copies in flight")
     assert float(seconds) < 10
+
+
+def kept_after_a_failure() -> bool:
+    """Return whether tensors of a copy in flight outlive a failed run, because peers may write and read them yet."""
+    copies = made(None, [Case(PULLED, (torch.ones(1000),))], 0)
+    given = torch.ones(1000)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.barrier()
+    (result,) = copies.start(0, [given])
+    if dist.get_rank() == 1:
+        copies.wait(0)
+        return True
+    kept = weakref.ref(given), weakref.ref(result)
+    copies.failed()
+    del given, result
+    dist.barrier()
+    copies.pool.queue.drain()
+    return all(each() is not None for each in kept)
+
+
+def test_a_failed_run_keeps_the_memory_of_copies_in_flight():
+    assert values_on_ranks(kept_after_a_failure, 2) == [True, True]
 
 
 def test_ranks_that_hold_different_pools_open_a_new_one_together():
