@@ -66,12 +66,12 @@ class EarlierRun:
 
 
 def signature_of(node: Node) -> str:
-    """Return the properties that determine a node's time as text: op, sizes, dtype, group; not its name or position."""
+    """Return what determines a node's time as text: op, sizes, dtype, group, transport; not its name or position."""
     parts: list[object] = [node.kind.value, node.op]
     if node.work is not None:
         work = node.work
-        parts += [work.flops, work.read_bytes, work.write_bytes, work.dtype]
+        parts += [work.flops, work.read_bytes, work.write_bytes, work.dtype, work.form]
     if node.comm is not None:
         comm = node.comm
-        parts += [comm.collective, comm.bytes, comm.group, comm.size, comm.dtype]
+        parts += [comm.carried, comm.bytes, comm.group, comm.size, comm.dtype]
     return " ".join(map(str, parts))

@@ -39,11 +39,12 @@ class BucketKind:
     dtype: str  # "" if dtypes may differ
     size: int
     via: str
+    variant: str
 
     @classmethod
     def of(cls, comm: Comm) -> BucketKind:
         dtype = comm.dtype if one_dtype(comm.collective, comm.via) else ""
-        return cls(comm.collective, comm.group, dtype, comm.size, comm.via)
+        return cls(comm.collective, comm.group, dtype, comm.size, comm.via, comm.variant)
 
 
 class Round:

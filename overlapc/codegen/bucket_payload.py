@@ -41,16 +41,18 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     results = [view for start in starts for view in _as_list(start.call.result)]
     if not all(isinstance(view, View) for view in (*inputs, *results)):
         return "an input or result is not a tensor"
-    if first.comm.via == COPY:  # `codegen.program_builder` replaces the op by copies, which take any list of tensors
-        if any(start.call.target is not first.call.target for start in starts):
-            return "ops differ"
-        return _merged(starts, first.call.target, (inputs, *rest), results)
-    names = {_NAME_OF.get(start.call.target, "") for start in starts}
-    name = names.pop()
-    if names or not name:
+    by_copies = first.comm.via == COPY
+    targets = {start.call.target for start in starts}
+    names = {_NAME_OF.get(target, "") for target in targets}
+    name = min(names)
+    if not by_copies and (len(names) > 1 or not name):
         return f"no coalesced form of {first.call.target}"
+    if by_copies and len(targets) > 1:
+        return "ops differ"
     if any(start.call.args[1:] != rest or start.call.kwargs != first.call.kwargs for start in starts):
-        return "reductions or process groups differ"
+        return "reductions, blocks or process groups differ"
+    if by_copies:  # `codegen.program_builder` replaces the op by copies, which take any list of tensors
+        return _merged(starts, first.call.target, (inputs, *rest), results)
     target = getattr(_c10d, f"{name}_coalesced").default
     if len({view.layout.dtype for view in inputs}) > 1:
         if name in _ONE_DTYPE:

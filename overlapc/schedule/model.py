@@ -58,6 +58,7 @@ class Comm:
     channels: int = 0  # the SM budget of its process group (NCCL's max_ctas); 0: the library chooses
     safe: bool = False  # for COMM: its effect is known or declared, so communication on other groups may cross it
     via: str = ""  # transport: "" for the process group's library, "copy" for copies
+    variant: str = ""  # the reduction if it is not a sum ("avg"), or "2 blocks": what one launch cannot mix
 
     @property
     def queue(self) -> str:

@@ -14,7 +14,7 @@ from overlapc.schedule.scanner import MOST_RANKS, Statement, statements
 from overlapc.schedule.syntax import KINDS, default_buffer, default_bytes, default_kind
 
 _SIZE = re.compile(r"[0-9.]+([KMGT]i?)?B")
-_COMM_KEYS = frozenset({"dtype", "ranks", "unit", "channels", "safe", "collective", "moves"})
+_COMM_KEYS = frozenset({"dtype", "ranks", "unit", "channels", "variant", "safe", "collective", "moves"})
 _WORK_KEYS = frozenset({"flops", "read", "write", "in", "form"})
 _KEYS = _COMM_KEYS | _WORK_KEYS | {"after", "mutates", "scratch", "node"}
 _COUNT_KEYS = frozenset({"flops", "channels"})
@@ -204,6 +204,7 @@ class _Keys:
             channels=self.numbers.get("channels", 0),
             safe=self.words.get("safe") == "yes",
             via=via,
+            variant=self.words.get("variant", ""),
         )
 
 

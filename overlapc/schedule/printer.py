@@ -64,6 +64,7 @@ def _head(schedule: Schedule, node: Node) -> str:
             ranks=_ranges(comm.ranks),
             unit=_quote(comm.unit) if comm.unit else "",
             channels=str(comm.channels) if comm.channels else "",
+            variant=_quote(comm.variant) if comm.variant else "",
             safe="yes" if comm.safe else "",
         )
         if comm.bytes != default_bytes(comm.collective, node.reads, node.writes, schedule.buffers):

@@ -16,8 +16,8 @@ A line has one statement, or several separated by `;`. A statement is
 - OP: a collective's name (a start), `wait`, `kernel`, `extern`, `view`, `noop`, `comm`, or KIND:OP.
 - TRANSPORT: the transport of a collective, `copy`; without `via` it is the library of the process group (NCCL, gloo).
 - KEY: `after`, `mutates` (lists), `scratch`, `flops`, `read`, `write`, `in` (dtype of the computation), `form` (of a
-  generated kernel), and for communication `dtype`, `ranks`, `unit`, `channels`, `safe=yes`, `collective`, `moves` (its
-  bytes, if they differ from the collective's definition).
+  generated kernel), and for communication `dtype`, `ranks`, `unit`, `channels`, `variant`, `safe=yes`, `collective`,
+  `moves` (its bytes, if they differ from the collective's definition).
 - SIZES: one for each write; `=NAME` for an alias, `none` for a node that defines no buffer. A wait or view without
   sizes defines aliases of what it reads. Undeclared reads are inputs of size 0.
 - A time without SOURCE is `given`. Text after `#` is a comment. A node's origin is printed as a comment (FX nodes |

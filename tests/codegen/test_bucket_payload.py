@@ -7,6 +7,7 @@ import sympy
 import torch
 
 from overlapc.codegen.bucket_payload import merge_starts
+from overlapc.fx.comm.exchange import EXCHANGE
 from overlapc.ir.ops import Extern, Layout, Provenance, Start, View
 from overlapc.runtime.collective_ops import all_gather_bytes_coalesced
 from overlapc.schedule.model import Comm
@@ -34,6 +35,17 @@ def reduction(name: str, dtype: torch.dtype) -> Start:
     args = (view(f"{name}_in", 4, dtype), "sum", "1")
     call = Extern(name, c10d.all_reduce.default, args, {}, view(name, 4, dtype), pure=False)
     return Start(name, call, Comm("all_reduce", 16, "dp", 2))
+
+
+def exchange(name: str, blocks: int) -> Start:
+    args = (view(f"{name}_in", 8), 2, "1", blocks)
+    call = Extern(name, EXCHANGE, args, {}, view(name, 4), pure=False)
+    return Start(name, call, Comm("all_to_all", 16, "dp", 2, via="copy"))
+
+
+def test_exchanges_by_copies_are_merged_if_they_have_as_many_blocks():
+    assert isinstance(merge_starts([exchange("a", 2), exchange("b", 2)]), Start)
+    assert merge_starts([exchange("a", 2), exchange("b", 1)]) == "reductions, blocks or process groups differ"
 
 
 def test_a_merged_start_has_lists_of_inputs_and_outputs_in_order():
@@ -75,8 +87,8 @@ def test_reduce_scatters_of_several_dtypes_keep_their_dtypes():
     ("starts", "why"),
     [
         ([reduction("a", torch.float32), reduction("b", torch.bfloat16)], "dtypes differ"),
-        ([gather("a"), gather("b", group="2")], "reductions or process groups differ"),
-        ([scatter("a"), scatter("b", "avg")], "reductions or process groups differ"),
+        ([gather("a"), gather("b", group="2")], "reductions, blocks or process groups differ"),
+        ([scatter("a"), scatter("b", "avg")], "reductions, blocks or process groups differ"),
         ([gather("a"), scatter("b")], "no coalesced form of _c10d_functional.all_gather_into_tensor.default"),
     ],
 )

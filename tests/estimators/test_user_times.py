@@ -43,11 +43,11 @@ def test_an_earlier_run_estimates_nodes_by_name_or_by_signature():
     assert EarlierRun.of("backward_0", seen, "e").estimate(Node("only", Kind.KERNEL, "kernel")).ns == 7.0
 
 
-def test_signatures_differ_by_size_and_ranks():
-    def gather(size, ranks):
-        return Node("ag", Kind.START, "all_gather", comm=Comm("all_gather", size, "dp", ranks, "bf16"))
+def test_signatures_differ_by_size_ranks_and_transport():
+    def gather(size, ranks, via=""):
+        return Node("ag", Kind.START, "all_gather", comm=Comm("all_gather", size, "dp", ranks, "bf16", via=via))
 
-    assert len({signature_of(gather(*each)) for each in ((1, 2), (2, 2), (1, 4))}) == 3
+    assert len({signature_of(gather(*each)) for each in ((1, 2), (2, 2), (1, 4), (1, 2, "copy"))}) == 4
     assert signature_of(gather(1, 2)) == signature_of(Node("other", Kind.START, "all_gather", comm=gather(1, 2).comm))
 
 

@@ -37,8 +37,16 @@ def test_reductions_of_a_module_start_as_one_where_the_last_did():
     assert order_of(moved) == ["g", "h", "r+1", "s", "o", "w", "last"]
 
 
-@pytest.mark.parametrize("other", ["@tp(2) dtype=bf16 unit=m", "@dp(2) dtype=bf16 unit=n", "@dp(2) dtype=bf16"])
-def test_collectives_of_another_group_or_module_are_not_merged(other):
+@pytest.mark.parametrize(
+    "other",
+    [
+        "@tp(2) dtype=bf16 unit=m",
+        "@dp(2) dtype=bf16 unit=n",
+        "@dp(2) dtype=bf16",
+        '@dp(2) dtype=bf16 unit=m variant="2 blocks"',
+    ],
+)
+def test_collectives_of_another_group_module_or_variant_are_not_merged(other):
     text = LAYER.replace("all_gather(d) @dp(2) dtype=bf16 unit=m", f"all_gather(d) {other}")
     moved, _ = bucketed(text)
     assert "b" in order_of(moved)

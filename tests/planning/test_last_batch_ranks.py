@@ -360,6 +360,20 @@ def test_one_rank_alone_compiles_for_symbolic_sizes_where_the_library_moves_as_m
     assert (first, second) == (([True, True], ["", ""]), ([True, True], [""]))
 
 
+def two_reductions(x: Tensor, reduction: str) -> Tensor:
+    return funcol.all_reduce(x * 2, "sum", dist.group.WORLD) - funcol.all_reduce(x + 1, reduction, dist.group.WORLD)
+
+
+def other_reductions() -> list[bool]:
+    call = torch.compile(two_reductions, backend="overlapc", options={"rank_timeout": 20.0, "warm_start": False})
+    x = torch.arange(4.0) * dist.get_rank()
+    return [torch.allclose(call(x, each), two_reductions(x, each)) for each in ("sum", "max", "sum")]
+
+
+def test_a_graph_follows_none_with_other_reductions() -> None:
+    assert values_on_ranks(other_reductions, 2, timeout_s=60) == [[True] * 3] * 2
+
+
 def other_sizes_of_collectives() -> str:
     options = {"rank_timeout": 10.0, "native": False}
     step = torch.compile(communicates_activations, backend="overlapc", options=options, dynamic=False)

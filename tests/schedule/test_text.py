@@ -21,7 +21,7 @@ EVERYTHING = Schedule(
         Node("assert0", Kind.NOOP, "assert finite", ("y",)),
         Node("op2", Kind.WAIT, "wait", ("full",), ("w",), estimate=Estimate(0.0, "free")),
         Node("op3", Kind.WAIT, "wait", ("full",), ("w2",)),
-        Node("op4", Kind.COMM, "unknown", ("w",), ("z",), comm=Comm("unknown", 5, "tp", 0, channels=4, safe=True)),
+        Node("op4", Kind.COMM, "?", ("w",), ("z",), comm=Comm("?", 5, "tp", 0, "", (), "", 4, True, "", "avg")),
         Node("op5", Kind.VIEW, "slice", ("z", "y"), ("z0",), work=Work()),
     ),
     {
