@@ -29,31 +29,39 @@ from overlapc.ir.body import op as make_op
 from overlapc.ir.indexing import is_one, substitute
 from overlapc.ir.rewriting import rewrite
 
-# Arithmetic on sizes that yields a float.
-_FLOAT_OPS = (sympy.Add, sympy.Mul, sympy.Pow, ToFloat, IntTrueDiv, FloatTrueDiv, FloatPow)
+# Arithmetic on sizes that yields a float, and the operation of values for each.
+_FLOAT_OPS: dict[Any, str] = {
+    sympy.Add: "add",
+    sympy.Mul: "mul",
+    sympy.Pow: "pow",
+    FloatPow: "pow",
+    IntTrueDiv: "div",
+    FloatTrueDiv: "div",
+}
 
 
 def is_number(expr: sympy.Expr) -> bool:
     """Whether `number` can compute this expression over sizes."""
     if expr.is_integer or expr.is_Float or expr.is_Rational:
         return True
-    return isinstance(expr, _FLOAT_OPS) and all(is_number(arg) for arg in expr.args)
+    return (expr.func is ToFloat or expr.func in _FLOAT_OPS) and all(map(is_number, expr.args))
 
 
 def number(expr: sympy.Expr) -> Value:
-    """Return the value of an expression over sizes, such as `1.0/ToFloat(s0)`, computed in double as in Python."""
+    """Return the value of an expression over sizes, such as `1.0/ToFloat(s0)`, computed in double as in Python.
+
+    `is_number` must hold for it.
+    """
     if expr.is_Integer or expr.is_Float or expr.is_Rational:
         return Constant(float(expr), torch.float64)
     if expr.is_integer:
         return Cast(Index(expr), torch.float64)
     parts = [number(arg) for arg in expr.args]
-    if isinstance(expr, ToFloat):
+    if expr.func is ToFloat:
         return parts[0]
-    name = "add" if isinstance(expr, sympy.Add) else "mul" if isinstance(expr, sympy.Mul) else "div"
-    name = "pow" if isinstance(expr, FloatPow | sympy.Pow) else name
     value = parts[0]
     for part in parts[1:]:
-        value = make_op(name, value, part)
+        value = make_op(_FLOAT_OPS[expr.func], value, part)
     return value
 
 

@@ -22,7 +22,7 @@ from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions.graphs import binds_sizes
 from overlapc.fx.versions.tensors import symbol_hint
 from overlapc.ir.body import Body, Constant, Index, Load, Loop, Store, Value
-from overlapc.ir.conversions import cast, number, without_trivial_reductions
+from overlapc.ir.conversions import cast, is_number, number, without_trivial_reductions
 from overlapc.ir.indexing import is_one, is_plain, loop_symbol
 from overlapc.ir.ops import (
     Extern,
@@ -305,6 +305,8 @@ class Lowering:
         if isinstance(arg, sympy.Expr):
             if arg.is_Integer:
                 return Constant(int(arg), torch.int64)
+            if not is_number(arg):
+                raise Impossible(f"{arg} in a kernel")
             return Index(arg) if arg.is_integer else number(arg)
         raise Impossible(f"a {type(arg).__name__} argument")
 

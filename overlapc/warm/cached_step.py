@@ -19,7 +19,7 @@ from overlapc.runtime.step import Call, Step, StepPlan, step_function
 from overlapc.warm import cached_graph
 from overlapc.warm.stored import UNREADABLE, decode, encode
 
-FORMAT = 3
+FORMAT = 4
 _SUFFIX = ".step.json"
 
 

@@ -81,5 +81,9 @@ def _switches() -> Iterator[str]:
         yield f"amp {device}={torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
     cuda = torch.backends.cuda
     yield f"sdp={cuda.flash_sdp_enabled()} {cuda.mem_efficient_sdp_enabled()} {cuda.math_sdp_enabled()}"
-    yield f"cudnn={cuda.cudnn_sdp_enabled()} {torch.backends.cudnn.enabled} {torch.get_float32_matmul_precision()}"
+    yield f"cudnn={cuda.cudnn_sdp_enabled()} {torch.backends.cudnn.enabled}"
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    settings = cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn
+    yield f"fp32={[each.fp32_precision for each in settings]}"  # the older getter raises where these were set
     yield repr(torch._functorch.config.get_hash())

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from overlapc.fx.versions.dynamo import assumptions
 from overlapc.fx.versions.step_metadata import StepMetadata, dtensor_step_metadata, mark_dynamic, step_metadata
 from overlapc.graph_names import BACKWARD, FORWARD
 from overlapc.runtime.counters import count
@@ -69,6 +70,7 @@ class StepWatch:
         # If an input that shares memory with another is changed, AOTAutograd has to guard that.
         self._overlaps = bool(shared_memory(inputs))
         self._key = key
+        self._assumed = assumptions()
         self._cache_dir = cache_dir
         self._keys: list[str | None] = []  # cache keys of the step's graphs
         self._forward: _Graph | None = None
@@ -164,6 +166,7 @@ class StepWatch:
             or len(keys) < len(self._keys)
             or guarded
             or not plan.of_static_sizes()
+            or self._assumed() > 0
         ):
             return
         store(self._key, cacheable, keys, self._cache_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -242,3 +243,22 @@ def test_a_size_that_is_one_only_by_a_guard_is_broadcast(function):
 def test_single_positions_and_indices_of_one_element_equal_eager_in_triton(function):
     with triton_on_cpu():
         same(function, torch.randn(6, 6), dynamic=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + (x.shape[0] & 3),
+        lambda x: x * (x.shape[0] | 9) + (x.shape[0] ^ 5),
+        lambda x: torch.full((3,), x.shape[0] & 3) + 1,
+        lambda x: x.clamp(max=x.shape[0] & 3),
+        lambda x: x + math.sqrt(x.shape[0] / 3) + min(x.shape[0] / 3, 2.5),
+        lambda x: torch.add(x, x, alpha=x.shape[0] & 6),
+    ],
+)
+def test_functions_of_sizes_that_no_kernel_computes_are_right(function):
+    torch._dynamo.reset()
+    call = torch.compile(function, backend="overlapc", dynamic=True)
+    for length in (7, 12, 4):
+        x = torch.randn(length, 3)
+        torch.testing.assert_close(call(x), function(x))

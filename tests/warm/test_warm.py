@@ -119,6 +119,35 @@ def test_another_graph_option_or_switch_has_another_cache_entry(block, tmp_path:
         torch.use_deterministic_algorithms(False)
 
 
+def test_another_precision_of_products_has_another_cache_entry(block, tmp_path: Path):
+    model, x = block
+    step(model, tmp_path, x)
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"  # after this torch's older function, get_float32_matmul_precision, raises
+    try:
+        assert step(model, tmp_path, x)[1]["steps_from_cache"] == 0
+    finally:
+        products.fp32_precision = before
+    assert step(model, tmp_path, x)[1]["steps_from_cache"] == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, number: torch.where(x > number, x, number),
+        lambda x, number: x.clamp(-number, number) * number,
+    ],
+)
+def test_a_step_that_fixed_the_value_of_a_number_is_not_used_for_another(function, tmp_path: Path):
+    x = torch.randn(6, 5)
+    for _ in range(2):  # the second time in place of another process
+        torch._dynamo.reset()
+        call = torch.compile(function, backend="overlapc", options={"cache_dir": tmp_path})
+        for number in (0.35, 0.5, 0.25, 0.75):  # Dynamo passes the second one and later ones as tensors
+            torch.testing.assert_close(call(x, number), function(x, number))
+
+
 def test_warm_start_can_be_off(block, tmp_path: Path):
     model, x = block
     step(model, tmp_path, x, warm_start=False)

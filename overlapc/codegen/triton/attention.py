@@ -27,6 +27,7 @@ from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import POINTER, converted
 from overlapc.codegen.triton.functions import HEADER, function_text, named_source
+from overlapc.codegen.triton.products import float32_precision
 from overlapc.codegen.triton.shape import KernelShape
 from overlapc.codegen.triton.tiling import Tiling, power_of_two
 from overlapc.codegen.triton.values import ValueWriter
@@ -196,8 +197,7 @@ class _Function:
         own = op.score is None and op.scale > 0
         self.factor = op.scale * _LOG2E if own else _LOG2E  # factor that turns `scores` into exponents to base 2
         self.scales = not own
-        precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-        self.precision = f'"{precision}"'
+        self.precision = f'"{float32_precision()}"'
 
     # --- functions
 

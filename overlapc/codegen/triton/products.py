@@ -136,7 +136,7 @@ def lines(kernel: KernelShape) -> list[str]:
     left, right = _factors(kernel.body)
     a = _FactorWriter(kernel.seen_over(("y", "r")), "a", out, loop).tile_of(left)
     b = _FactorWriter(kernel.seen_over(("r", "x"), suffix="t"), "b", out, loop).tile_of(right)
-    loop(f'accumulated = ops.dot({a}, {b}, accumulated, "{_precision()}")')
+    loop(f'accumulated = ops.dot({a}, {b}, accumulated, "{float32_precision()}")')
     out.names[dot] = "accumulated"
     out.value_axes[dot] = frozenset({"y", "x"})
     out.write(out.top, out.names, kernel.body.stores, ("y", "x"))
@@ -210,9 +210,9 @@ def _is_narrow(body: Body) -> bool:
     return all(isinstance(factor, Cast) and factor.to in _LOW_PRECISION for factor in _factors(body))
 
 
-def _precision() -> str:
-    """Return Triton's precision for float32 products, by torch's setting for its own products."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def float32_precision() -> str:
+    """Return Triton's precision for float32 products, by torch's setting for its own products on GPUs."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _fit(block: int, size: int) -> int:

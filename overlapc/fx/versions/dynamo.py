@@ -191,3 +191,19 @@ _BREAKS = {
     "generic_jump": "which branch is taken depends on a tensor's value",
     "step_unsupported": "Dynamo does not trace this statement",
 }
+
+
+def assumptions() -> Callable[[], int]:
+    """Return a function that counts what was assumed since about symbolic sizes and numbers of the step being compiled.
+
+    Code that is traced meanwhile may have fixed the value of one, as `torch.where(condition, x, number)` does. Dynamo
+    guards that, but nothing in the graph that it captured shows it.
+    """
+    context = torch._guards.TracingContext.try_get()
+    shapes: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+
+    def made() -> int:
+        return 0 if shapes is None else len(shapes.guards) + len(shapes.replacements)
+
+    before = made()
+    return lambda: made() - before
