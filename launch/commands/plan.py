@@ -138,7 +138,7 @@ def plan(
     if file is not None:
         assumptions["only what the script runs before its first optimizer step is planned"] = None
     with tempfile.TemporaryDirectory() as folder:
-        named = values.get("profile") or Config.of({}).profile or "h200-nvlink"
+        named = Config.of(values).profile or "h200-nvlink"
         values["profile"], machine = sweep.hardware(named, gpus_per_host, network, Path(folder))
         if file is not None:
             plan_one = _script_planner(file, arguments or (), values, machine.ranks_per_host, assumptions)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 import overlapc.config
+from overlapc.estimators.profiles.profile_file import profile_path
 from overlapc.launch import cli
 from overlapc.report import record
 from tests.report.sample import REPORT
@@ -222,6 +223,15 @@ def test_plan_estimates_with_a_profile_and_names_it(command, tmp_path):
     assert error.startswith("overlapc: no device profile named 'h200'; nearest: ")
     assert "h200-nvlink" in error
     assert error.count("\n") == 1
+
+
+def test_plan_finds_a_profile_in_the_home_folder(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.json").write_bytes(profile_path("h200-nvlink").read_bytes())
+    (tmp_path / "step.txt").write_text(SCHEDULE)
+    for what in (("step.txt",), ("--model", "tiny", "--mesh", "dp=2")):
+        code, _, error = command("plan", *what, "-o", "profile=~/mine.json")
+        assert (code, error) == (0, "")
 
 
 def test_plan_takes_a_file_of_several_schedules(command, tmp_path):
