@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from overlapc.agreement.departures import RUN_DIR, rank_dir
+from overlapc.documents import write_file
 from overlapc.errors import ConfigError
 from overlapc.estimators.calibration.effort import Effort
 from overlapc.estimators.calibration.measure_machine import Measurement
@@ -109,7 +110,7 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
             document = with_copies({**stored, "name": cfg.profile_name}, origin(cfg), results)
         else:
             document = profile_document(cfg.profile_name, origin(cfg), results, derived(cfg))
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        write_file(out, json.dumps(document, indent=1) + "\n")
         print(f"{summary(document)}\n\nwritten to {out}", flush=True)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from overlapc.agreement.departures import rank_dir
+from overlapc.documents import read_text, write_file
 from overlapc.launch.watching import WatchThread
 
 SECONDS = "OVERLAPC_WATCHDOG_S"  # variable by which the launching process tells its ranks the time limit
@@ -50,10 +51,7 @@ def report_steps(run_dir: Path, rank: int) -> None:
                 reported = STEPS.stepped
                 (folder / _BEAT).write_text(str(reported))
             time.sleep(_LOOK_S)
-        text = "\n".join(_stacks())
-        partial = folder / f".{_STACKS}"
-        partial.write_text(text)
-        partial.replace(folder / _STACKS)
+        write_file(folder / _STACKS, "\n".join(_stacks()))
 
     threading.Thread(target=report, name="overlapc step reports", daemon=True).start()
 
@@ -125,7 +123,7 @@ class StallWatch(WatchThread):
         for rank in self._ranks:
             stacks = self._file(rank, _STACKS)
             lines.append(f"rank {rank}, {self._state(rank)}")
-            lines.append(stacks.read_text() if stacks.exists() else "  no stack: the process did not answer")
+            lines.append(read_text(stacks) if stacks.exists() else "  no stack: the process did not answer")
         self.findings = "\n".join(lines)
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):

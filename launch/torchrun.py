@@ -11,11 +11,12 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from overlapc.agreement.departures import Departure, rank_dir
+from overlapc.documents import write_file
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.launch.environment import environment
 from overlapc.launch.stall import SECONDS
@@ -45,8 +46,7 @@ class RankError:
 
     def write(self, run_dir: Path) -> None:
         """Write this error to the file where the launching process looks for it."""
-        target = rank_dir(run_dir, self.rank) / "error.json"
-        target.write_text(json.dumps({slot: getattr(self, slot) for slot in self.__dataclass_fields__}))
+        write_file(rank_dir(run_dir, self.rank) / "error.json", json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> RankError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from overlapc.agreement.departures import ENDED, Departure, departures, rank_dir
+from overlapc.documents import write_file
 from overlapc.launch.watching import WatchThread
 
 _PID, _FINISHED = "pid", "finished"  # files of a rank
@@ -27,9 +28,7 @@ _DRAIN_S = 1.0  # time to handle ends that the kernel has reported but the threa
 
 def started(run_dir: Path, rank: int) -> None:
     """Write the process id of a rank, so that its end is seen from now on; called by the rank."""
-    unfinished = rank_dir(run_dir, rank) / f"{_PID}.unfinished"
-    unfinished.write_text(str(os.getpid()))
-    unfinished.replace(unfinished.with_name(_PID))
+    write_file(rank_dir(run_dir, rank) / _PID, str(os.getpid()))
 
 
 def finished(run_dir: Path, rank: int) -> None:

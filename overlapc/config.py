@@ -97,7 +97,7 @@ class Config:
     )
     profile: str | None = _knob(
         None,
-        read.optional_text,
+        read.name_or_file,
         "device profile for estimates: a name or a JSON file (default: this machine's)",
     )
     estimates: str | Callable[..., Any] | None = _knob(

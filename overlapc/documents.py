@@ -1,12 +1,15 @@
-"""Reads files that users exchange: limits their size, and converts their contents to the expected types.
+"""Reads and writes files that users and processes exchange.
 
-Contents that do not fit their type raise a ConfigError that quotes them, clipped; only contents that fit as a whole are
-returned.
+Reading limits their size and converts their contents to the expected types. Contents that do not fit their type raise a
+ConfigError that quotes them, clipped; only contents that fit as a whole are returned. Files are written as a whole or
+not at all.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +40,32 @@ def read_text(path: str | PathLike[str], most_bytes: int = MOST_BYTES) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text in UTF-8: byte {error.start}") from None
+
+
+def write_file(path: str | PathLike[str], content: str | bytes) -> None:
+    """Write a file and the folders above it. ConfigError if it cannot be written.
+
+    Atomic: whoever reads the file sees its old or its new content, even if this process is killed while it writes.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(content if isinstance(content, bytes) else content.encode())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+
+
+def check_suffix(path: Path, what: str, suffixes: Sequence[str]) -> None:
+    """Raise ConfigError unless the file name has one of the suffixes. what: the content, such as "a report"."""
+    if path.suffix not in suffixes:
+        *others, last = suffixes
+        listed = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"{path.name}: {what} can only be saved as {listed}")
 
 
 def from_json(text: str, kind: type[_T], what: str) -> _T:

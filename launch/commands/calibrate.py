@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from overlapc.launch.commands.common import check_torch, writable
+from overlapc.documents import write_file
+from overlapc.launch.commands.common import check_torch, output_file
 from overlapc.launch.torchrun import run_ranks
 
 
@@ -67,7 +68,8 @@ def calibrate(
     corrected by the prediction errors of measured training steps instead.
     """
     if records:
-        _feed_back(profile, records, (out or Path(f"{name or Path(profile).stem + '-fed-back'}.json")).resolve(), name)
+        target = _profile_file(out, name or f"{Path(profile).stem}-fed-back")
+        _feed_back(profile, records, target, name)
         return
     check_torch()
     from overlapc.launch.calibrate import CalibrateConfig
@@ -78,11 +80,14 @@ def calibrate(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg = CalibrateConfig(nproc, device, name, ranks_per_host, quick, copies_for)
     cfg.check()
-    target = (out or Path(f"{cfg.profile_name}.json")).resolve()
-    writable(target.parent)
+    target = _profile_file(out, cfg.profile_name)
     with tempfile.TemporaryDirectory() as folder:
         command = ("-m", "overlapc.launch.calibrate", json.dumps(dataclasses.asdict(cfg)), str(target))
         run_ranks(command, nproc, Path(folder))
+
+
+def _profile_file(out: Path | None, name: str) -> Path:
+    return output_file((out or Path(f"{name}.json")).resolve(), "a profile", (".json",))
 
 
 def _feed_back(profile: str, records: Sequence[Path], target: Path, name: str) -> None:
@@ -91,6 +96,5 @@ def _feed_back(profile: str, records: Sequence[Path], target: Path, name: str) -
     feedback, document = refine(profile, records)
     if name:
         document["name"] = name
-    writable(target.parent)
-    target.write_text(json.dumps(document, indent=1) + "\n")
+    write_file(target, json.dumps(document, indent=1) + "\n")
     print(f"{feedback_text(feedback)}\n\nwritten to {target}")

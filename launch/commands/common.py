@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from overlapc.config import variable_of
+from overlapc.documents import check_suffix
 from overlapc.errors import ConfigError
 from overlapc.options.checked_options import checked_options
 
@@ -63,6 +64,19 @@ def new_run_folder() -> Path:
     name = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
     return next(Path("runs") / candidate for candidate in names if not (Path("runs") / candidate).exists())
+
+
+def output_file(path: Path, what: str, suffixes: Sequence[str]) -> Path:
+    """Return `path`; ConfigError if it cannot be written, or lacks one of the suffixes.
+
+    Every command calls this for its output files before it does anything else, so that no result is lost. what: the
+    content, such as "a report".
+    """
+    check_suffix(path, what, suffixes)
+    writable(path.parent)
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder; give the name of a file")
+    return path
 
 
 def writable(folder: Path) -> Path:

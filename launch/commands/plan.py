@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overlapc.config import Config
-from overlapc.documents import read_text
+from overlapc.documents import read_text, write_file
 from overlapc.errors import ConfigError, MemoryBudgetError
-from overlapc.launch.commands.common import Options, Passes, check_torch, option_values, writable
+from overlapc.launch.commands.common import Options, Passes, check_torch, option_values, output_file
 
 if TYPE_CHECKING:  # a command starts without torch
     from overlapc.report.plans import Axes, Outcome, Point
@@ -133,14 +133,12 @@ def plan(
     axes = {"world size": world_size.split(","), "seq": seq.split(","), "batch": batch.split(",")}
     axes["budget"] = [part.strip() for part in budget.split(",")]
     several = len(sweep.points(axes)) > 1
-    for target in targets if several else ():
-        if target.suffix != ".html":
-            raise ConfigError(f"--save {target.name}: several plans can only be saved as .html")
+    _check_outputs(targets, several)
     assumptions: dict[str, None] = {}  # in the order in which they are first made
     if file is not None:
         assumptions["only what the script runs before its first optimizer step is planned"] = None
     with tempfile.TemporaryDirectory() as folder:
-        named = values.get("profile") or Config.of({}).profile or "h200-nvlink"
+        named = Config.of(values).profile or "h200-nvlink"
         values["profile"], machine = sweep.hardware(named, gpus_per_host, network, Path(folder))
         if file is not None:
             plan_one = _script_planner(file, arguments or (), values, machine.ranks_per_host, assumptions)
@@ -167,6 +165,7 @@ def _refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
 def _plan_schedules(file: Path, values: Mapping[str, str], targets: Sequence[Path]) -> None:
     from overlapc.launch.plan import plan_text
 
+    _check_outputs(targets)
     report = plan_text(read_text(file), Config.of(values))
     print(report)
     _save(report, targets)
@@ -191,9 +190,16 @@ def _show_table(axes: Axes, found: Sequence[tuple[Point, Outcome]], assumed: str
         raise MemoryBudgetError(str(found[0][1]))
     print(f"{plans.table(axes, found)}\n{assumed}")
     for target in targets:
-        writable(target.parent)
-        target.write_text(plans.page(axes, found, assumed), encoding="utf-8")
+        write_file(target, plans.page(axes, found, assumed))
         print(f"written to {target}")
+
+
+def _check_outputs(targets: Sequence[Path], several: bool = False) -> None:
+    from overlapc.report.record import FORMS
+
+    what, suffixes = ("several plans", (".html",)) if several else ("a plan", FORMS)
+    for target in targets:
+        output_file(target, what, suffixes)
 
 
 def _save(report: Report, targets: Sequence[Path]) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from overlapc.config import Config
-from overlapc.documents import read_text
+from overlapc.documents import read_text, write_file
 from overlapc.errors import ConfigError
-from overlapc.launch.commands.common import writable
+from overlapc.launch.commands.common import output_file
 
 
 def report(
@@ -43,12 +43,13 @@ def report(
     """
     from overlapc.report import compare, record, report_with_trace, text
 
+    targets = [output_file(target, "a report", record.FORMS) for target in save or ()]
     loaded = record.load(file)
     if profile is not None:
         loaded = report_with_trace(loaded, profile)
-    for target in save or ():
+    for target in targets:
         print(f"written to {loaded.save(target)}")
-    if save:
+    if targets:
         return
     print(text.render(loaded.steps, all_rows=every))
     for graph in loaded.steps[0].graphs if loaded.steps else ():
@@ -66,6 +67,8 @@ def diff(
     """Show what got slower and why: parts of a step, compute by kind, communication, causes of exposure, memory."""
     from overlapc.report import difference
 
+    if save is not None:
+        output_file(save, "a comparison", (".html",))
     steps = [_loaded(path).steps for path in (first, second)]
     for path, found in zip((first, second), steps, strict=True):
         if not found or not found[0].graphs:
@@ -73,10 +76,7 @@ def diff(
     rows = difference.differences(steps[0][0], steps[1][0])
     names = _apart(first, second)
     if save is not None:
-        if save.suffix != ".html":
-            raise ConfigError(f"{save.name}: a comparison can only be saved as .html")
-        writable(save.parent)
-        save.write_text(difference.page(rows, names), encoding="utf-8")
+        write_file(save, difference.page(rows, names))
         print(f"written to {save}")
         return
     print(difference.text(rows, names))

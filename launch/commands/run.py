@@ -17,7 +17,7 @@ from overlapc.launch.commands.common import (
     check_torch,
     new_run_folder,
     option_variables,
-    writable,
+    output_file,
 )
 from overlapc.launch.torchrun import Rendezvous, check_world, run_ranks
 
@@ -72,10 +72,10 @@ def run(
         raise ConfigError(f"no script {script!r}")
     rendezvous = Rendezvous(nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     _ = rendezvous.nodes  # raises ConfigError before anything is started
-    report = report or new_run_folder() / "overlap.json"
+    report = output_file(report or new_run_folder() / "overlap.json", "a record", (".json",))
     command = ("-m", script) if module else (script,)
     # A unique folder: launchers on other hosts may share this disk.
-    with tempfile.TemporaryDirectory(prefix=f".{report.name}.", dir=writable(report.parent)) as folder:
+    with tempfile.TemporaryDirectory(prefix=f".{report.name}.", dir=report.parent) as folder:
         last = run_ranks(
             (*command, *(arguments or ())), nproc, Path(folder), variables, watchdog_s=watchdog, rendezvous=rendezvous
         )

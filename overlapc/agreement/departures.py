@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from overlapc.documents import write_file
+
 RUN_DIR = "OVERLAPC_RUN_DIR"  # where each rank leaves its record and, if it fails, its error
 ENDED = "ended.json"  # file name, in the folder of a rank
 
@@ -36,11 +38,8 @@ class Departure:
         return "exited with code 0 in the middle of its script"
 
     def write(self, run_dir: Path) -> None:
-        """Write the departure atomically."""
-        folder = rank_dir(run_dir, self.rank)
-        unfinished = folder / f"{ENDED}.unfinished"
-        unfinished.write_text(json.dumps(asdict(self)))
-        unfinished.replace(folder / ENDED)
+        """Write the departure to the file where other ranks look for it."""
+        write_file(rank_dir(run_dir, self.rank) / ENDED, json.dumps(asdict(self)))
 
 
 def rank_dir(run_dir: Path, rank: int) -> Path:

@@ -136,11 +136,14 @@ def subset_of(kind: str, *known: str) -> Callable[[Any], frozenset[str]]:
     return read
 
 
+def name_or_file(text: Any) -> str | None:
+    """Read a name, or a path as `path` reads it; None for None or ""."""
+    return None if text is None or text == "" else str(path(text))
+
+
 def file_or_function(value: Any) -> str | Callable[..., Any] | None:
-    """Read the name of a file, or a function; None for None or ""."""
-    if value is None or value == "":
-        return None
-    return value if callable(value) else str(value)
+    """Read a path as `path` reads it, or a function; None for None or ""."""
+    return value if callable(value) else name_or_file(value)
 
 
 def path(text: Any) -> Path:

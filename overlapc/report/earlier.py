@@ -26,14 +26,14 @@ def users_estimator(estimates: str | Hook | None, graph: str) -> UserHook | Earl
     return UserHook(estimates) if callable(estimates) else earlier_run(estimates, graph)
 
 
-def earlier_run(path: str | Path, graph: str) -> EarlierRun:
+def earlier_run(file: str, graph: str) -> EarlierRun:
     """Return an estimator for `graph` from a file. Raise ConfigError if the file holds no measurement by overlapc.
 
     A record holds each node's signature and the slowdown that the simulator predicted for contention. That slowdown is
     divided out of the measured times, because the simulator will apply it again. A trace has only the names of nodes,
     so its times are used unchanged.
     """
-    path = Path(path).expanduser()
+    path = Path(file)
     try:
         changed = path.stat().st_mtime_ns
     except OSError as error:

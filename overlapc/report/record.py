@@ -20,6 +20,7 @@ from overlapc.report.captures import CAPTURES
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.runtime.steps import STEPS
 
+FORMS = (".html", ".pftrace", ".json", ".txt")  # suffixes of the files that a report can be saved as
 FORMAT = 1  # of record.json; incremented when code that reads the old format would misread the new one
 
 
@@ -41,14 +42,8 @@ class Report:
         the final schedules; any other `*.txt`: the table. Raise ConfigError for any other name.
         """
         target = Path(path)
-        content = self._as(target)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(f".{target.name}.{os.getpid()}")
-            partial.write_bytes(content if isinstance(content, bytes) else content.encode())
-            partial.replace(target)
-        except OSError as error:
-            raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+        documents.check_suffix(target, "a report", FORMS)
+        documents.write_file(target, self._as(target))
         return target
 
     def _as(self, target: Path) -> str | bytes:
@@ -60,11 +55,9 @@ class Report:
             return trace.render(self.steps)
         if target.suffix == ".json":
             return self.to_json()
-        if target.suffix == ".txt" and "schedule" in target.stem:
+        if "schedule" in target.stem:
             return saved_schedules.render(self.steps)
-        if target.suffix == ".txt":
-            return text.render(self.steps, all_rows=True) + "\n"
-        raise ConfigError(f"{target.name}: a report can be saved as .html, .pftrace, .json, schedule.txt or .txt")
+        return text.render(self.steps, all_rows=True) + "\n"
 
     def to_json(self) -> str:
         """Return the report as JSON, from which `load` builds an equal report."""

@@ -7,6 +7,7 @@ import re
 import pytest
 
 import overlapc.config
+from overlapc.estimators.profiles.profile_file import profile_path
 from overlapc.launch import cli
 from overlapc.report import record
 from tests.report.sample import REPORT
@@ -110,6 +111,37 @@ def test_an_unwritable_output_folder_is_an_error(command, tmp_path):
     assert (code, error) == (2, "overlapc: cannot write to folder file/run: Not a directory\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "what", "form"),
+    [
+        (("run", "--report", "{}", "train.py"), "a record", ".json"),
+        (("calibrate", "--quick", "--device", "cpu", "--out", "{}"), "a profile", ".json"),
+        (("calibrate", "--from", "missing.json", "--out", "{}"), "a profile", ".json"),
+        (("report", "missing.json", "--save", "{}"), "a report", ".html"),
+        (("diff", "missing.json", "missing.json", "--save", "{}"), "a comparison", ".html"),
+        (("plan", "missing.txt", "--save", "{}"), "a plan", ".html"),
+        (("plan", "--model", "llama-70b", "--save", "{}"), "a plan", ".json"),
+        (("plan", "--model", "llama-70b", "--seq", "1024,2048", "--save", "{}"), "several plans", ".html"),
+    ],
+    ids=lambda each: " ".join(each[:2]) if isinstance(each, tuple) else None,
+)
+def test_output_files_are_checked_before_any_work(command, tmp_path, arguments, what, form):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / f"folder{form}").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for name, message in (
+        ("lost.csv", f"lost.csv: {what} can only be saved as "),
+        (f"folder{form}", f"folder{form}: it is a folder; give the name of a file"),
+        (f"file/out{form}", "cannot write to folder "),
+    ):
+        code, out, error = command(*(each.format(name) for each in arguments))
+        assert (code, out) == (2, "")
+        assert message in error
+        assert error.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_an_unusable_variable_is_an_error_before_ranks_start(command, monkeypatch):
     monkeypatch.setenv("OVERLAPC_RANK_TIMEOUT", "soon")
     code, _, error = command("demo")
@@ -191,6 +223,15 @@ def test_plan_estimates_with_a_profile_and_names_it(command, tmp_path):
     assert error.startswith("overlapc: no device profile named 'h200'; nearest: ")
     assert "h200-nvlink" in error
     assert error.count("\n") == 1
+
+
+def test_plan_finds_a_profile_in_the_home_folder(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.json").write_bytes(profile_path("h200-nvlink").read_bytes())
+    (tmp_path / "step.txt").write_text(SCHEDULE)
+    for what in (("step.txt",), ("--model", "tiny", "--mesh", "dp=2")):
+        code, _, error = command("plan", *what, "-o", "profile=~/mine.json")
+        assert (code, error) == (0, "")
 
 
 def test_plan_takes_a_file_of_several_schedules(command, tmp_path):

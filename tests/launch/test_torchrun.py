@@ -317,6 +317,21 @@ def test_the_first_error_by_time_is_the_one_shown(tmp_path):
     assert str(failed) == "rank 1: ValueError: bad\nTraceback of 1"
 
 
+def test_a_rank_that_is_ended_while_it_writes_its_error_leaves_no_part_of_it(tmp_path, monkeypatch):
+    torchrun.RankError(1, 100, "ValueError: bad", "Traceback of 1", 1).write(tmp_path)
+
+    def ended(path, mode="r", *_, **__):
+        if "w" in mode:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # the file exists, but is empty
+        raise SystemExit(128 + signal.SIGTERM)
+
+    with monkeypatch.context() as during:
+        during.setattr(Path, "open", ended)
+        with pytest.raises(SystemExit):
+            torchrun.RankError(0, 50, "ValueError: first", "", 1).write(tmp_path)
+    assert str(torchrun._first_error(tmp_path, {0: -15, 1: 1}, [])) == "rank 1: ValueError: bad\nTraceback of 1"
+
+
 def test_our_error_is_found_inside_dynamos_error():
     class BackendCompilerFailed(Exception):
         inner_exception = CompileError("no lowering")

@@ -31,7 +31,7 @@ def test_the_suffix_selects_the_form(tmp_path):
 
 
 def test_an_unknown_suffix_names_the_forms(tmp_path):
-    with pytest.raises(ConfigError, match=r"report.pdf: a report can be saved as .html, .pftrace"):
+    with pytest.raises(ConfigError, match=r"report.pdf: a report can only be saved as .html, .pftrace, .json or .txt"):
         REPORT.save(tmp_path / "report.pdf")
 
 
@@ -39,6 +39,13 @@ def test_an_unwritable_path_is_a_clear_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write .*report.html: \w+"):
         REPORT.save(tmp_path / "file" / "report.html")
+
+
+def test_a_report_that_cannot_replace_its_target_leaves_no_temporary_file(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot write .*report.html: Is a directory"):
+        REPORT.save(tmp_path / "report.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 @pytest.mark.parametrize(

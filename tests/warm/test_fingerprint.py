@@ -219,10 +219,11 @@ def test_inference_mode_and_no_grad_have_different_keys():
         assert environment_key(config) != without
 
 
-def test_a_file_that_an_option_names_counts_by_its_content(tmp_path: Any):
-    path = tmp_path / "estimates.json"
+@pytest.mark.parametrize("option", ["estimates", "profile"])
+def test_a_file_that_an_option_names_counts_by_its_content(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    monkeypatch.setenv("HOME", str(tmp_path))
     keys = set()
     for text in ("{}", '{"a": 1}'):
-        path.write_text(text)
-        keys.add(environment_key(Config(estimates=str(path))))
+        (tmp_path / "times.json").write_text(text)
+        keys |= {environment_key(Config(**{option: path})) for path in ("~/times.json", str(tmp_path / "times.json"))}
     assert len(keys) == 2
