@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
+from overlapc.fx.comm.communication import WAIT
 from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions.graphs import binds_sizes
 from overlapc.fx.versions.tensors import symbol_hint
@@ -411,6 +412,17 @@ class Lowering:
         self.graph.aliases[view.buffer] = self.latest.get(root, root)
         self.graph.views[view.buffer] = view
         self.latest[root] = view.buffer
+
+    def wait_for(self, tensors: Any) -> None:
+        """Wait for all tensors in a structure: an op that was called may have left their communication in flight.
+
+        A wait counts as a change of its tensor, so that all readers come after it.
+        """
+        origin = provenance(self.node)
+        for view in views_in(self.current(tensors)):
+            after = self._mutated_name(self.graph.root(view.buffer))
+            self.add(Extern(f"wait_{after.buffer}", WAIT, (view,), {}, None, (after,), pure=False, origin=origin))
+            self.rename(after)
 
     def results_of(self, call: Extern) -> Any:
         """Return the results of a call as its readers see them: views, and numbers as expressions."""

@@ -298,8 +298,12 @@ class GraphLowering:
     def _communicate(self, node: Node, args: Any, kwargs: Any, comm: Any) -> Any:
         if is_wait(node):
             source = args[0]
-            if not isinstance(source, View) or source.buffer not in self.in_flight:
-                return source  # a wait for a tensor that is not in flight returns the tensor itself
+            if not isinstance(source, View):
+                return source
+            if source.buffer not in self.in_flight:
+                if node.all_input_nodes[0].op != "placeholder":  # inputs are waited for before the graph runs
+                    self.context.wait_for(source)
+                return self.context.current(source)
             result = View(node.name, source.layout)
             self.graph.aliases[result.buffer] = source.buffer
             # A wait covers its whole start, but each of the start's results has a wait of its own.
@@ -310,6 +314,8 @@ class GraphLowering:
             self.context.add(dataclasses.replace(call, comm=comm.comm, pure=False))
             for view in call.mutates:
                 self.context.rename(view)
+            if not comm.comm.safe:
+                self.context.wait_for((call.result, call.mutates))
             return self.context.results_of(call)
         self.context.add(Start(node.name, call, comm.comm, provenance(node)))
         for view in call.mutates:

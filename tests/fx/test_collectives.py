@@ -116,15 +116,16 @@ def test_an_unread_collective_is_removed(world):
     assert names(module) == ["add"]
 
 
-def test_the_unread_wait_of_an_in_place_collective_stays(world):
+def test_an_in_place_collective_is_read_through_its_wait(world):
     def in_place(x: Tensor) -> Tensor:
         y = x + 1
         wait(c10d.all_reduce_(y, "sum", world))
         return y * 2
 
     module = trace(in_place)
-    assert canonicalize(module) == 0
+    assert canonicalize(module) == 1
     assert names(module) == ["add", "all_reduce_", "wait_tensor", "mul"]
+    assert [node.name for node in module.graph.find_nodes(op="call_function", target=wait.default)[0].users] == ["mul"]
 
 
 def test_autograd_collectives_become_plain_ones(world):

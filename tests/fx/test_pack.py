@@ -95,3 +95,13 @@ def test_graphs_are_unchanged_if_packing_saves_no_time(costs):
         before = str(module.graph)
         assert pack(module, costs) == 0
         assert str(module.graph) == before
+
+
+def test_a_tensor_that_cannot_be_viewed_as_one_dim_is_not_packed():
+    _, backward = step_of(Tiny(layers=1, hidden=64, dim=16))
+    for start in backward.graph.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional.reduce_scatter_tensor.default
+    ):
+        value = start.args[0].meta["val"]
+        start.args[0].meta["val"] = torch.as_strided(value, value.shape, [2 * each for each in value.stride()])
+    assert not pack(backward, COSTS)

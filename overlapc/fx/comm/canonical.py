@@ -3,7 +3,7 @@
 In a graph after `canonicalize`,
 
 - every collective is a `_c10d_functional` op whose result is read only through one `wait_tensor` (through one for each
-  output, in the coalesced, list-valued forms),
+  output, in the coalesced, list-valued forms), and so is the result of any other op that the program waits for,
 - there are no waits for values that cannot be in flight, no duplicate gathers, and the gradients of one parameter are
   added up before they are reduced,
 - there are no aliases, and no views of their input's shape, except those that the graph returns,
@@ -102,9 +102,9 @@ def _one_wait_each(graph: fx.Graph) -> int:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             changed += 1
-    for start in list(graph.nodes):
-        if is_asynchronous(start):
-            changed += sum(_wait_once(graph, output) for output in outputs_of(start))
+    in_flight = [output for node in graph.nodes if is_asynchronous(node) for output in outputs_of(node)]
+    waited = [node.args[0] for node in graph.nodes if is_wait(node) and node.args[0].op != "placeholder"]
+    changed += sum(_wait_once(graph, output) for output in dict.fromkeys((*in_flight, *waited)))
     first_wait: dict[fx.Node, fx.Node] = {}  # by input; an input may also be read without waiting
     for node in list(graph.nodes):
         if is_wait(node) and node.args[0].op == "placeholder":

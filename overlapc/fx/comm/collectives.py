@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from overlapc.errors import CompileError
-from overlapc.fx.arguments import declared_arguments
-from overlapc.fx.comm.communication import group_of, is_asynchronous, is_collective, is_wait, kind_of, op_of
+from overlapc.fx.comm.communication import group_of, is_asynchronous, is_collective, is_wait, kind_of, op_of, variant_of
 from overlapc.fx.comm.exchange import EXCHANGE
 from overlapc.fx.comm.group_names import GroupNames
 from overlapc.fx.comm.labels import ParamLabel, label_of
@@ -57,7 +56,7 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
     if kind in KINDS and KINDS[kind].output_sized and node.target is not EXCHANGE:  # its output lacks this rank's part
         moved = _tensors(node.meta.get("val"))
     else:
-        moved = _tensors(node.args if kind == "unknown" else node.args[0])
+        moved = _tensors([*node.args, *node.kwargs.values()] if kind == "unknown" else node.args[0])
     if not moved and kind != "unknown":
         raise CompileError(f"{node.name}: {node.target} has no tensor metadata to size it by")
     ranks = names.ranks(group) if group else ()
@@ -69,15 +68,9 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
         dtype=str(moved[0].dtype).removeprefix("torch.") if moved else "",
         ranks=ranks,
         unit=unit_of(label_of(node)),
-        variant=_variant(node),
+        variant=variant_of(node),
         safe=not is_asynchronous(node) and "::".join(op_of(node)) in safe | _SELF_WAITING,
     )
-
-
-def _variant(node: fx.Node) -> str:
-    given = {declared.name: value for declared, value in declared_arguments(node.target, node.args, node.kwargs)}
-    blocks = given.get("blocks", 1)
-    return f"{blocks} blocks" if blocks != 1 else given.get("reduce_op", "sum").replace("sum", "")
 
 
 def unit_of(label: ParamLabel | None) -> str:

@@ -184,6 +184,8 @@ def travelling_bytes(start: fx.Node) -> int:
 
 def refusal(start: fx.Node) -> str | None:
     """Return the reason why a reduction cannot be an exchange and a sum; None if it can."""
+    if start.target not in REDUCTIONS:
+        return "it reduces several tensors"
     given = argument(start, 0).meta["val"]
     if argument(start, 1) not in ("sum", "avg"):
         return f"its reduction is {argument(start, 1)!r}"

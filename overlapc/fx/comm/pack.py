@@ -65,7 +65,8 @@ def pack(graph_module: fx.GraphModule, costs: CopyCosts) -> int:
     graph = graph_module.graph
     packed = 0
     for find, write in ((_gathers, _pack_gathers), (_reductions, _pack_reductions)):
-        for members in _worth_it(list(find(graph)), costs):
+        found = [member for member in find(graph) if member.input.is_contiguous()]  # it is viewed as one dim
+        for members in _worth_it(found, costs):
             write(members)
             packed += len(members)
             for member in members:
