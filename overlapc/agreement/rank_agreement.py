@@ -55,7 +55,7 @@ class Peers:
     def __init__(
         self, store: dist.Store | Callable[[], dist.Store], rank: int, ranks: Iterable[int], run: str = ""
     ) -> None:
-        """run: distinguishes jobs over one store, such as elastic restarts; must be equal on all ranks."""
+        """run: distinguishes jobs over one store; must be equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
         self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> entry of each of its graphs, by age
         self.newest_frame = -1  # Dynamo's number of the latest function that was compiled for the first time
@@ -341,9 +341,8 @@ class _Process:
         return connected(self._default_store)
 
     def _run(self) -> str:
-        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return f"{run_id}/{restarts}/{self._generation}"
+        # Each restart has a store of its own. TORCHELASTIC_RESTART_COUNT differs between hosts: it counts own failures.
+        return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{self._generation}"
 
 
 _process = _Process()

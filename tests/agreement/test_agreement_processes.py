@@ -115,6 +115,16 @@ def test_no_process_is_left(outcomes: list[Outcome]) -> None:
     assert not [outcome.pid for outcome in outcomes if alive(outcome.pid)]
 
 
+def _after_failures_on_one_host() -> dict[str, float]:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(dist.get_rank())
+    with peers_of().agreement("forward", TIMEOUT_S) as ranks:
+        return ranks.agree_on_medians({"mm": 1.0 + dist.get_rank()})
+
+
+def test_hosts_that_count_different_failures_agree() -> None:
+    assert [outcome.value for outcome in run_on_ranks(_after_failures_on_one_host, 2)] == [{"mm": 1.5}] * 2
+
+
 def _one_never_compiles_at_first() -> tuple[int, dict[str, float]]:
     """In the first attempt rank 1 never compiles; after the elastic restart both ranks do."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
