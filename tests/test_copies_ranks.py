@@ -408,5 +408,5 @@ def check_failure(outcomes: list[dict[str, Any]]) -> None:
     """Assert the outcomes of `after_a_failure`."""
     for found in outcomes:
         assert found["told"].startswith("@")
-        assert "a step failed on this rank with copies in flight" in found["told"]
+        assert "a step failed on this rank between its copies" in found["told"]
         assert found["before"] == found["after"] == [4.0] * 4

@@ -46,7 +46,7 @@ class Pool:
         self.number = 0  # of the last collective of the graph that was started last
         self.released = 0  # the number of that graph's last release
         self.held = 0  # number of collectives whose memory a running graph uses
-        self.failed = False  # a graph failed while it used this memory: ranks may have started different collectives
+        self.failed = False  # a graph failed within a run: ranks may have started different collectives
         self.abandoned: list[Any] = []  # what collectives in flight then read and write, which may happen yet
         self.memory: Memory | None = None
         self.views: weakref.WeakKeyDictionary[GraphCopies, _Views] = weakref.WeakKeyDictionary()  # of this memory
@@ -381,7 +381,7 @@ class GraphCopies:
         pool = self.pool
         if pool.failed:
             raise PeerLost(
-                f"@{pool.name}: a step failed on this rank with copies in flight, so ranks may have started different"
+                f"@{pool.name}: a step failed on this rank between its copies, so ranks may have started different"
                 " collectives\nhint: call torch._dynamo.reset() on all ranks; the next step is compiled with new memory"
             )
         if pool.held:
@@ -415,7 +415,7 @@ class GraphCopies:
 
     def failed(self) -> None:
         """End a run that raised an exception."""
-        self.pool.failed = self.pool.failed or self.pool.held > 0
+        self.pool.failed = self.pool.failed or self._done < len(self.forms)  # peers wait for the rest of this run
         self.pool.held = 0
         self._done = len(self.forms)
         self.pool.abandoned += self._in_flight.values()

@@ -334,7 +334,7 @@ def test_a_peer_that_fails_in_flight_is_named_after_the_timeout(how, tmp_path):
     first, again, seconds = (tmp_path / "told").read_text().split("\n---\n")
     assert first.startswith("@dp: rank 1 has not ")
     assert "within 1 s" in first
-    assert again.startswith("@dp: a step failed on this rank with copies in flight")
+    assert again.startswith("@dp: a step failed on this rank between its copies")
     assert float(seconds) < 10
 
 
@@ -359,6 +359,23 @@ def kept_after_a_failure() -> bool:
 
 def test_a_failed_run_keeps_the_memory_of_copies_in_flight():
     assert values_on_ranks(kept_after_a_failure, 2) == [True, True]
+
+
+def after_a_failure_between_collectives() -> str:
+    case = [Case(EXCHANGED, (torch.ones(2, 1000),))] * 2
+    copies = made(None, case, 0)
+    (_,) = copies.start(0, case[0].tensors)
+    copies.wait(0)
+    copies.release(0)
+    copies.failed()
+    with pytest.raises(PeerLost) as caught:
+        copies.start(0, case[0].tensors)
+    return str(caught.value)
+
+
+def test_a_run_that_failed_between_its_collectives_is_followed_by_none():
+    for told in values_on_ranks(after_a_failure_between_collectives, 2):
+        assert told.startswith("@dp: a step failed on this rank between its copies")
 
 
 def test_ranks_that_hold_different_pools_open_a_new_one_together():
