@@ -183,10 +183,32 @@ class PythonWrapper:
 
     def returning(self, values: tuple[Any, ...]) -> list[str]:
         """Return the lines that return `values`."""
-        texts = [self._returned(value) for value in values]
         left = _tuple(self.leaving)
-        copies = [f"{left} = parts.copied{left}"] if self.leaving else []
-        return [*copies, f"return {_tuple(texts)}"]
+        lines = [f"{left} = parts.copied{left}"] if self.leaving else []
+        texts = [self._returned(value) for value in values]
+        variables = [self.program.variables[value.buffer] if isinstance(value, View) else "" for value in values]
+        forms: dict[str, set[str]] = {}
+        for variable, text in zip(variables, texts, strict=True):
+            forms.setdefault(variable, {variable} if variable in self.program.inputs else set()).add(text)
+        # Results that share memory share a version counter: autograd then notices if the user changes one of them that
+        # backward reads in another form.
+        counters: dict[str, str] = {}
+        for at, (variable, text) in enumerate(zip(variables, texts, strict=True)):
+            if not variable or len(forms[variable]) == 1 or text == variable in self.program.inputs:
+                continue
+            if variable in self.program.inputs:
+                counters[variable] = variable
+            if variable not in counters:
+                counters[variable] = texts[at] = self._unused(f"{variable}_returned")
+                lines.append(f"{texts[at]} = {text}")
+            else:
+                texts[at] = f"rt.counted_with({counters[variable]}, {text})"
+        return [*lines, f"return {_tuple(texts)}"]
+
+    def _unused(self, name: str) -> str:
+        while name in self.variables:
+            name += "_"
+        return name
 
     def _returned(self, value: Any) -> str:
         """Return the source of a returned value; views that an aten op (`slice_scatter`) returned are copied."""
@@ -228,9 +250,7 @@ class PythonWrapper:
         """Return the name of an object in this module; a new name begins with `hint`."""
         if id(value) not in self.names:
             hint = "".join(c if c.isalnum() else "_" for c in hint)
-            name = f"{hint}_{len(self.objects)}"
-            while name in self.variables:  # the node of `s0 > 20` may be gt_11, and the 11th object the function gt
-                name += "_"
+            name = self._unused(f"{hint}_{len(self.objects)}")  # the node of `s0 > 20` may be gt_11
             self.names[id(value)] = name
             self.objects[name] = value
             self.texts[name] = text_of(value)

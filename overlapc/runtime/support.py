@@ -103,6 +103,12 @@ def strided(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: 
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
+def counted_with(first: Tensor, tensor: Tensor) -> Tensor:
+    """Return `tensor`, which lies in the memory of `first`, with the version counter of `first`."""
+    whole = _as_dtype(first.detach(), tensor.dtype)
+    return torch.as_strided(whole, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
 def standing_alone(result: Any) -> Any:
     """Return a graph's result as a tensor that is no view to autograd, so that users may change it in place."""
     viewed = isinstance(result, Tensor) and result._is_view()

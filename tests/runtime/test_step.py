@@ -447,3 +447,20 @@ def test_steps_of_tensor_subclasses_keep_torchs_wrapper(where: str):
     torch.testing.assert_close(result, expected)
     if where != "inside":  # a subclass's constructor has no gradient
         torch.testing.assert_close(torch.autograd.grad(result.sum(), a), torch.autograd.grad(expected.sum(), a))
+
+
+def linear_and_more(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    product = torch.nn.functional.linear(x, weight)  # of two dims; returned as a view of three
+    return product, (product * 2).sin()
+
+
+@pytest.mark.parametrize("change", [lambda result: result.mul_(3), lambda result: result.detach().zero_()])
+def test_backward_notices_that_a_result_was_changed_that_it_reads_in_another_form(change):
+    torch._dynamo.reset()
+    x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    step = torch.compile(linear_and_more, backend="overlapc")
+    for _ in range(2):  # the second call runs without AOTAutograd's wrapper
+        result, other = step(x, weight)
+        change(result)
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            other.sum().backward()
