@@ -10,6 +10,7 @@ numbers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -229,4 +230,5 @@ def draw_once(graph: fx.Graph) -> None:
                 one = graph.call_function(operator.getitem, (seeds, at))
                 one.meta = {**described_like(node), "val": node.meta["val"]}
                 node.replace_all_uses_with(one)
-                graph.erase_node(node)
+    for node in itertools.chain.from_iterable(drawn.values()):  # not before: the first one may be `first`
+        graph.erase_node(node)

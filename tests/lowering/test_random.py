@@ -162,6 +162,16 @@ def test_dropout_keeps_its_mask_for_backward(p):
     torch.testing.assert_close(x.grad, kept * scale)
 
 
+def test_a_graph_may_begin_with_random_numbers():
+    def function(x):
+        return F.dropout(F.dropout(x, 0.25), 0.5) * torch.rand(64) * torch.randn(64)
+
+    x = torch.ones(64, requires_grad=True)
+    result = compiled(function)(x)
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, result.detach())
+
+
 def test_a_checkpoint_computes_the_same_mask_again():
     def block(x: Tensor) -> Tensor:
         return F.dropout((x * 2).sin(), 0.5).cos()
