@@ -58,7 +58,7 @@ class Peers:
         """run: distinguishes jobs over one store, such as elastic restarts; must be equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
         self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> entry of each of its graphs, by age
-        self.newest_frame = -1  # Dynamo's number of the latest function that was compiled for the first time
+        self.frame_numbering = -1  # of the latest graph; another one since `torch._dynamo.reset()`
         self._compilations = itertools.count(1)
 
     def agreement(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> GraphAgreement:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
+from overlapc.fx.versions.dynamo import frame_numbering
 from overlapc.graph_names import kind_of
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.copy_rules import AgreedCopies
@@ -106,12 +107,10 @@ def compiles_again() -> bool:
 def forget_before_reset(peers: Peers) -> None:
     """Drop all earlier agreements if `torch._dynamo.reset()` was called: the memory for their copies may be freed on
     one rank and not yet on another. Must be called for every graph."""
-    compile_id = CompileContext.current_compile_id()
-    if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id:
-        return
-    if compile_id.frame_id < peers.newest_frame:  # without a reset, new functions only get larger numbers
+    numbering = frame_numbering()
+    if peers.frame_numbering != numbering:
         peers.agreed.clear()
-    peers.newest_frame = compile_id.frame_id
+    peers.frame_numbering = numbering
 
 
 def ranks_of_step(inputs: Iterable[Any], config: Config) -> Peers | None:

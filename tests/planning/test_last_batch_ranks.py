@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import overlapc
 from overlapc.agreement.rank_agreement import peers_of
+from overlapc.planning.agreed import forget_before_reset
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
@@ -191,6 +192,34 @@ def test_a_step_that_reduces_in_another_dtype_than_an_earlier_one_follows_it():
         assert norm == pytest.approx(expected, rel=0.01)
         assert followed > 0
         assert copied > 0
+
+
+class Broken(nn.Sequential):
+    """Two compiled functions: the backward of the first is compiled after that of the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        return self[1](x)
+
+
+def after_a_graph_break() -> tuple[list[float], list[int], int]:
+    """Return losses, the number of graphs that this rank had compiled alone after each step, and how many agreements
+    are left after a reset."""
+    torch.set_num_threads(1)
+    sharded = Broken(*model())
+    for part in (*sharded, sharded):
+        overlapc.fully_shard(part, init_device_mesh("cpu", (2,)))
+    losses, alone = steps_of(sharded, batches()[:2], {"rank_timeout": 20.0, "native": False, "warm_start": False})
+    torch._dynamo.reset()
+    forget_before_reset(peers_of())
+    return losses, alone, len(peers_of().agreed)
+
+
+def test_a_backward_compiled_after_a_later_forward_is_no_reset() -> None:
+    first, second = values_on_ranks(after_a_graph_break, 2, timeout_s=120)
+    assert first[0] == second[0] == pytest.approx(losses_of_one_process(batches()[:2]), rel=1e-5)
+    assert (first[1:], second[1:]) == (([0, 0], 0), ([0, 4], 0))
 
 
 # Rows of four ranks in two replica groups, each of which holds the whole model.
