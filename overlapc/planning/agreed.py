@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from overlapc.graph_names import kind_of
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.copy_rules import AgreedCopies
 from overlapc.runtime.cache import content_key
+from overlapc.schedule.collective_kinds import equal_sizes
 from overlapc.schedule.model import Comm
 
 Key = tuple[object, ...]
@@ -91,10 +92,12 @@ def to_follow(known: Sequence[Known], captured: Captured, peers: Peers) -> Follo
 
 
 def by_group(collectives: Captured) -> dict[str, list[Comm]]:
-    """Return the collectives of each process group, in order."""
+    """Return the collectives of each process group, in order, without the sizes in which ranks may differ: other ranks
+    need not compile for these."""
     found: dict[str, list[Comm]] = {}
     for _, comm in collectives:
-        found.setdefault(comm.group, []).append(comm)
+        same = equal_sizes(comm.collective, comm.via)
+        found.setdefault(comm.group, []).append(comm if same else replace(comm, bytes=0))
     return found
 
 

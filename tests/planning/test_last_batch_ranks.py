@@ -423,6 +423,32 @@ def test_a_rank_that_alone_needs_other_collectives_gets_an_error_with_advice() -
     assert "drop_last" in error
 
 
+# Rows that each rank (row) sends to each other one, of experts' tokens; then only ranks 0 and 1 exchange other numbers.
+TOKENS = [[[1, 2, 1], [1, 1, 1], [2, 1, 3]], [[1, 3, 1], [1, 1, 1], [2, 1, 3]]]
+
+
+def dispatched(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    tokens = funcol.all_to_all_single(x.sin(), received, sent, dist.group.WORLD)
+    return funcol.all_to_all_single(tokens.square(), sent, received, dist.group.WORLD) + x
+
+
+def uneven_parts() -> tuple[list[bool], list[int]]:
+    options = {"rank_timeout": 20.0, "native": False, "warm_start": False}
+    call = torch.compile(dispatched, backend="overlapc", options=options, dynamic=False)
+    rank, equal, alone = dist.get_rank(), [], []
+    for tokens in TOKENS:
+        sent, received = tokens[rank], [row[rank] for row in tokens]
+        x = torch.arange(2.0 * sum(sent)).view(-1, 2) + rank
+        equal.append(torch.allclose(call(x, sent, received), x.sin().square() + x))
+        alone.append(counted("graphs_in_an_agreed_order"))
+    return equal, alone
+
+
+def test_parts_of_an_all_to_all_may_differ_between_ranks_and_change_on_some() -> None:
+    ranks = values_on_ranks(uneven_parts, 3, timeout_s=60)
+    assert ranks == [([True, True], [0, 1]), ([True, True], [0, 1]), ([True, True], [0, 0])]
+
+
 def depends_on_a_flag(x: Tensor, flag: bool) -> Tensor:
     """Two reductions; the second is launched first, as its input is ready first, unless it depends on the other one."""
     far = x
