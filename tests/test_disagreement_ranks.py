@@ -10,7 +10,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
@@ -52,6 +53,21 @@ def different_variables_and_batches() -> None:
     step(nn.Flatten(0) if rows == 1 else nn.ReLU(), rows=rows)
 
 
+def reduced_if_positive(x: Tensor, same: bool) -> Tensor:
+    """Communicate in the branches of a conditional only; unless `same`, continue in another way on rank 1."""
+    sums = [lambda x, by=by: funcol.all_reduce(x * by, "sum", dist.group.WORLD).clone() for by in (2, 3)]
+    y = torch.cond(x.sum() > 0, *sums, (x,))
+    return y.relu() if same or dist.get_rank() == 0 else y.tanh()
+
+
+def conditional_communication() -> None:
+    call = torch.compile(reduced_if_positive, backend="overlapc", options={"rank_timeout": 60.0, "warm_start": False})
+    x = torch.ones(8) * (dist.get_rank() + 1)
+    torch.testing.assert_close(call(x, True), torch.full((8,), 6.0))
+    torch._dynamo.reset()
+    call(x, False)
+
+
 def step(activation: nn.Module, rows: int = 3, **options: object) -> None:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -71,6 +87,12 @@ def test_different_graphs_are_an_error_that_names_ranks_and_the_first_difference
         assert "rank 0" in outcome.error
         assert "look for branches on the rank" in outcome.error
         assert "rank 1" in outcome.error
+
+
+def test_graphs_that_communicate_in_the_branches_of_a_conditional_only_are_compared():
+    for outcome in run_on_ranks(conditional_communication, 2):
+        assert outcome.error_type.endswith("RanksDisagree"), outcome
+        assert "aten.tanh" in outcome.error
 
 
 def test_differing_variables_and_specialized_sizes_are_named():

@@ -35,7 +35,7 @@ from overlapc.errors import RanksDisagree
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
 
-__all__ = ["GraphAgreement", "Peers", "canonical_lines", "peers_of", "spanned_ranks"]
+__all__ = ["GraphAgreement", "Peers", "canonical_lines", "peers_of", "peers_spanned_by"]
 
 _SHOWN_VARIANTS = 4  # different texts that an error shows; further ones are only counted
 _SHOWN_CHARS = 200  # characters of a line that an error shows
@@ -58,8 +58,22 @@ class Peers:
         """run: distinguishes jobs over one store; must be equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
         self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> entry of each of its graphs, by age
-        self.newest_frame = -1  # Dynamo's number of the latest function that was compiled for the first time
+        self.frame_numbering = -1  # of the latest graph; another one since `torch._dynamo.reset()`
+        self.is_grid = False  # whether they are known to be a grid whose rows are equally spaced, on every axis
         self._compilations = itertools.count(1)
+
+    def spanned(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the ranks that some of this rank's groups span; all of these peers if that is not certain. Equal on
+        the ranks returned, which exchange nothing."""
+        rank, widest = self.meetings.rank, _widest(groups)
+        if len(widest) == 1:
+            return tuple(sorted(widest[0]))
+        if not self.is_grid:
+            return self.meetings.ranks
+        span = {rank}
+        for group in widest:
+            span = {at + other - rank for at in span for other in group}
+        return tuple(sorted(span))
 
     def agreement(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> GraphAgreement:
         """Return the rank agreement for the next graph. All ranks must call this the same number of times.
@@ -300,18 +314,15 @@ def _replaced(data: Any, numbers: Mapping[str, float], path: str = "") -> Any:
     return data
 
 
-def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
-    """Return the ranks that compile a graph together whose collectives use `groups`; the same on all of these ranks.
+def _widest(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the groups that are not part of another one, in their order."""
+    found = list(dict.fromkeys(groups))
+    return [group for group in found if not any(set(group) < set(other) for other in found)]
 
-    On a device mesh every rank knows its own row and column, which span the same grid for all of its ranks. If the
-    groups do not form a grid, return all ranks of the job.
-    """
-    span = {rank}
-    for group in groups:
-        span = {at + other - rank for at in span for other in group}
-    if min(span) < 0 or max(span) >= world_size:
-        return tuple(range(world_size))
-    return tuple(sorted(span))
+
+def _shape(groups: Iterable[tuple[int, ...]]) -> str:
+    """Return the distances within each of one rank's groups; on a regular grid they are equal for all ranks."""
+    return json.dumps([[rank - min(group) for rank in sorted(group)] for group in groups])
 
 
 class _Process:
@@ -321,6 +332,7 @@ class _Process:
         self._default_store: dist.Store | None = None
         self._generation = 0
         self._peers: dict[tuple[int, ...], Peers] = {}
+        self._spans: dict[frozenset[tuple[int, ...]], set[int]] = {}  # groups of this rank -> the ranks that they span
 
     def peers_of(self, ranks: Iterable[int] | None) -> Peers:
         if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
@@ -329,11 +341,33 @@ class _Process:
         if default is not self._default_store:
             self._default_store = default
             self._generation += 1
-            self._peers = {}
+            self._peers, self._spans = {}, {}
         members = tuple(sorted(set(range(dist.get_world_size()) if ranks is None else ranks)))
         if members not in self._peers:
             self._peers[members] = Peers(self._clone, dist.get_rank(), members, self._run())
         return self._peers[members]
+
+    def peers_spanned_by(self, groups: Iterable[tuple[int, ...]], timeout_s: float) -> Peers:
+        """See the function of this name."""
+        widest = _widest(groups)
+        span, shapes = set(widest[0]), {_shape(widest)}
+        first = self.peers_of(span)
+        if len(widest) == 1:
+            return first
+        key = frozenset(widest)
+        if key in self._spans:
+            return self.peers_of(self._spans[key])
+        for group in widest[1:]:
+            meetings, name = self.peers_of(group).meetings, f"a graph with {len(widest)} process groups"
+            with GraphAgreement(meetings, name, timeout_s) as agreement:
+                texts = agreement.exchange("ranks of the other groups", json.dumps([sorted(span), sorted(shapes)]))
+            for ranks, others in map(json.loads, texts):
+                span.update(ranks)
+                shapes.update(others)
+        self._spans[key] = span
+        peers = self.peers_of(span)
+        peers.is_grid = len(shapes) == 1 and len(span) == math.prod(map(len, widest))
+        return peers
 
     def _clone(self) -> dist.Store:
         """Return a new connection to the store: a connection handles one request at a time, so it is not shared."""
@@ -355,3 +389,14 @@ def peers_of(ranks: Iterable[int] | None = None) -> Peers:
     counted over the whole job. Without a process group, or with torch's fake one, the process is its only peer.
     """
     return _process.peers_of(ranks)
+
+
+def peers_spanned_by(groups: Iterable[tuple[int, ...]], timeout_s: float) -> Peers:
+    """Return the ranks that compile a graph together whose collectives use `groups`, the groups of this rank in the
+    order of the graph.
+
+    A rank knows only the ranks of its own groups. With several groups, the ranks of each group after the first tell
+    each other what the groups before it span; on a mesh of any ranks these are all ranks of its axes. They do so the
+    first time that this rank uses these groups: later a rank may compile alone.
+    """
+    return _process.peers_spanned_by(groups, timeout_s)

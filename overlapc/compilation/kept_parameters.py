@@ -29,7 +29,7 @@ from overlapc.fx.versions.dynamo import ends_in_break
 from overlapc.graph_names import BACKWARD, FORWARD, graph_name
 from overlapc.parallel.separate_blocks import compiled_alone
 from overlapc.passes.base import Context
-from overlapc.planning.agreed import Captured, forget_before_reset, key_of, to_follow
+from overlapc.planning.agreed import Captured, key_of, to_follow
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.copy_rules import rank_in_graphs
 from overlapc.planning.dumps import Dumps
@@ -156,7 +156,6 @@ class _Choice:
             reason = "ranks do not exchange data while compiling (see rank_check)"
             count(f"parameters not kept gathered: {reason}")
             return _Kept((), (), f"none are kept: {reason}", 0)
-        forget_before_reset(peers)
         captured = tuple((node.name, found.comm) for node, found in communication.items())
         key = key_of("gathers", self.config)
         known: list[_Kept] = peers.agreed[key] if key is not None else []

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._guards import CompileContext
-from torch.distributed.device_mesh import DeviceMesh
 
-from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
+from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_spanned_by
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
+from overlapc.fx.versions.dynamo import frame_numbering
 from overlapc.graph_names import kind_of
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.copy_rules import AgreedCopies
 from overlapc.runtime.cache import content_key
+from overlapc.schedule.collective_kinds import equal_sizes
 from overlapc.schedule.model import Comm
 
 Key = tuple[object, ...]
@@ -83,17 +84,19 @@ def to_follow(known: Sequence[Known], captured: Captured, peers: Peers) -> Follo
         if not resized:
             return Followed(earlier)
         groups = {comm.ranks for group in resized for comm in (*here.get(group, ()), *there.get(group, ()))}
-        ranks = peers.meetings.ranks if () in groups else spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
+        ranks = peers.meetings.ranks if () in groups else peers.spanned(groups)
         if found is None and set(ranks) < set(peers.meetings.ranks):
             found = Followed(earlier, resized, ranks)
     return found
 
 
 def by_group(collectives: Captured) -> dict[str, list[Comm]]:
-    """Return the collectives of each process group, in order."""
+    """Return the collectives of each process group, in order, without the sizes in which ranks may differ: other ranks
+    need not compile for these."""
     found: dict[str, list[Comm]] = {}
     for _, comm in collectives:
-        found.setdefault(comm.group, []).append(comm)
+        same = equal_sizes(comm.collective, comm.via)
+        found.setdefault(comm.group, []).append(comm if same else replace(comm, bytes=0))
     return found
 
 
@@ -103,35 +106,30 @@ def compiles_again() -> bool:
     return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
-def forget_before_reset(peers: Peers) -> None:
-    """Drop all earlier agreements if `torch._dynamo.reset()` was called: the memory for their copies may be freed on
-    one rank and not yet on another. Must be called for every graph."""
-    compile_id = CompileContext.current_compile_id()
-    if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id:
-        return
-    if compile_id.frame_id < peers.newest_frame:  # without a reset, new functions only get larger numbers
-        peers.agreed.clear()
-    peers.newest_frame = compile_id.frame_id
-
-
 def ranks_of_step(inputs: Iterable[Any], config: Config) -> Peers | None:
     """Return the ranks that compile a step with these inputs too, from the meshes of its DTensors; None without any."""
     if not (config.rank_check and dist.is_available() and dist.is_initialized()):
         return None
-    meshes = {value._spec.mesh for value in inputs if type(value).__name__ == "DTensor"}
-    groups = {ranks for mesh in meshes for ranks in _ranks_along_axes(mesh)}
-    return peers_of(spanned_ranks(dist.get_rank(), groups, dist.get_world_size())) if groups else None
+    meshes = dict.fromkeys(value._spec.mesh for value in inputs if type(value).__name__ == "DTensor")
+    groups = [tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes if mesh.get_coordinate() is not None]
+    return peers_spanned_by(groups, config.rank_timeout) if groups else None
 
 
-def _ranks_along_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
-    """Yield for each axis the ranks that this rank communicates with. They are read from the mesh itself, because its
-    process groups may be destroyed (`destroy_process_group`) while tensors on it still live."""
-    here = mesh.get_coordinate()
-    if here is None:
-        return
-    for axis in range(mesh.ndim):
-        index = [slice(None) if other == axis else at for other, at in enumerate(here)]
-        yield tuple(mesh.mesh[tuple(index)].tolist())
+def peers_of_collectives(comms: Iterable[Comm], config: Config) -> Peers:
+    """Return the ranks that compile a graph with these collectives; this rank alone if no group is known."""
+    groups = [comm.ranks for comm in comms if comm.ranks]
+    peers = peers_spanned_by(groups or [(dist.get_rank(),)], config.rank_timeout)
+    _forget_before_reset(peers)
+    return peers
+
+
+def _forget_before_reset(peers: Peers) -> None:
+    """Drop all earlier agreements if `torch._dynamo.reset()` was called: the memory for their copies may be freed on
+    one rank and not yet on another."""
+    numbering = frame_numbering()
+    if peers.frame_numbering != numbering:
+        peers.agreed.clear()
+    peers.frame_numbering = numbering
 
 
 def common_step(
@@ -143,9 +141,8 @@ def common_step(
     `cached` is this rank's cached step. A recompile may happen on one rank alone: then ranks exchange nothing, and this
     rank's cached step must have the orders that ranks agreed on before.
     """
-    forget_before_reset(peers)
     if compiles_again():
-        return still_open(cached) if cached and all(_is_agreed(graph, peers, config) for graph in cached) else None
+        return still_open(cached) if cached and all(_is_agreed(graph, config) for graph in cached) else None
     graphs = ("" if graph.agreed is None else graph.agreed.graph for graph in cached)
     have = content_key(*graphs, *(graph.order for graph in cached)) if cached else ""
     with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
@@ -156,14 +153,18 @@ def common_step(
         for graph in cached:
             key = key_of(graph.name, config)
             if graph.agreed is not None and key is not None:
-                peers.agreed[key].append(graph.agreed)
+                _peers_of(graph.agreed, config).agreed[key].append(graph.agreed)
     return copies
 
 
-def _is_agreed(graph: CompiledGraph, peers: Peers, config: Config) -> bool:
+def _peers_of(agreed: Agreed, config: Config) -> Peers:
+    return peers_of_collectives((comm for _, comm in agreed.captured), config)
+
+
+def _is_agreed(graph: CompiledGraph, config: Config) -> bool:
     """Whether this cached graph has the order that ranks agreed on for the same collectives."""
     if graph.agreed is None:
         return True
-    key = key_of(graph.name, config)
+    key, peers = key_of(graph.name, config), _peers_of(graph.agreed, config)
     followed = to_follow(peers.agreed.get(key, ()), graph.agreed.captured, peers)
     return followed is not None and not followed.compiling_ranks and followed.agreed.order == graph.order

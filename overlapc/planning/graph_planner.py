@@ -45,7 +45,9 @@ from overlapc.report.walk_through import walk_through
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
+from overlapc.schedule.collective_kinds import equal_sizes
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
+from overlapc.schedule.model import Node as ScheduleNode
 from overlapc.units import human_bytes
 
 # Key in `GraphModule.meta` of a forward: backward's peak bytes outside of the shared memory for copies, if known.
@@ -241,10 +243,11 @@ def described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
 
 def collective_lines(schedule: Schedule) -> list[str]:
     """Return one line per launch in execution order; ranks with the same order have the same lines."""
+    comms = [(node, node.comm) for node in schedule.nodes if node.kind in COMMUNICATION and node.comm is not None]
     return [
-        f"{node.comm.carried} {node.name} @{node.comm.group}({node.comm.size}) {node.comm.bytes}B"
-        for node in schedule.nodes
-        if node.kind in COMMUNICATION and node.comm is not None
+        f"{comm.carried} {node.name} @{comm.group}({comm.size})"
+        + (f" {comm.bytes}B" if equal_sizes(comm.collective, comm.via) else "")
+        for node, comm in comms
     ]
 
 
@@ -273,21 +276,34 @@ def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement |
 
 
 def _with_common_sizes(schedule: Schedule, agreement: GraphAgreement) -> Schedule:
-    """Return `schedule` with every buffer, and the scratch memory of every node, as large as on the rank where it is
-    largest.
+    """Return `schedule` with every buffer, and the scratch memory and communicated data of every node, as large as on
+    the rank where it is largest.
 
-    Shards of a parameter differ in size if it does not divide evenly. With different sizes, passes would reach their
-    memory limit on one rank earlier than on another, and a budget has to hold on all ranks.
+    Shards of a parameter differ in size if it does not divide evenly, and so do the parts of an all-to-all. With
+    different sizes, passes would reach their memory limit on one rank earlier than on another, and a budget has to hold
+    on all ranks.
     """
     sizes = {name: buffer.bytes for name, buffer in schedule.buffers.items()}
-    scratch = {f"scratch memory of {node.name}": node.scratch_bytes for node in schedule.nodes}
-    largest = agreement.agree_on_largest(sizes | scratch)
-    nodes = tuple(
-        node if node.scratch_bytes == most else replace(node, scratch_bytes=most)
-        for node, most in zip(schedule.nodes, map(largest.__getitem__, scratch), strict=True)
-    )
+    scratch = {_scratch_of(node): node.scratch_bytes for node in schedule.nodes}
+    moved = {_data_of(node): node.comm.bytes for node in schedule.nodes if node.comm is not None}
+    largest = agreement.agree_on_largest(sizes | scratch | moved)
+
+    def common(node: ScheduleNode) -> ScheduleNode:
+        most = largest[_scratch_of(node)]
+        comm = None if node.comm is None else replace(node.comm, bytes=largest[_data_of(node)])
+        same = (most, comm) == (node.scratch_bytes, node.comm)
+        return node if same else replace(node, scratch_bytes=most, comm=comm)
+
     buffers = {name: replace(buffer, bytes=largest[name]) for name, buffer in schedule.buffers.items()}
-    return replace(schedule, nodes=nodes, buffers=buffers)
+    return replace(schedule, nodes=tuple(map(common, schedule.nodes)), buffers=buffers)
+
+
+def _scratch_of(node: ScheduleNode) -> str:
+    return f"scratch memory of {node.name}"
+
+
+def _data_of(node: ScheduleNode) -> str:
+    return f"data of {node.name}"
 
 
 def _beside_what_is_held(schedule: Schedule) -> Schedule:

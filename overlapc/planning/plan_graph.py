@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from overlapc.agreement.graph_text import canonical_lines
-from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
+from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_of
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.codegen.python import FIXED_NAMES
 from overlapc.config import Config
@@ -30,7 +30,7 @@ from overlapc.fx.random import draw_once
 from overlapc.fx.written_numbers import fill_empty_constants
 from overlapc.graph_names import is_backward, kind_of
 from overlapc.lowering import Communication
-from overlapc.planning.agreed import Agreed, Followed, forget_before_reset, key_of, to_follow
+from overlapc.planning.agreed import Agreed, Followed, key_of, peers_of_collectives, to_follow
 from overlapc.planning.agreed_order import may_run_beside
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
@@ -80,8 +80,6 @@ def plan_graph(
     collectives = find_collectives(gm.graph, config.safe_communication)
     communication = described(collectives)
     peers = peers_of_graph(communication, config)
-    if peers is not None:
-        forget_before_reset(peers)
     profile = profile_of(config, device_types(gm))
     by_copies = considers_copies(config, profile)
     captured = tuple((collective.start.name, as_sent(collective, by_copies)) for collective in collectives)
@@ -190,9 +188,7 @@ def peers_of_graph(communication: Mapping[Node, Communication], config: Config) 
     """Return the ranks that compile this graph too; None if it does not communicate."""
     if not (config.rank_check and communication and dist.is_initialized()):
         return None
-    groups = {found.comm.ranks for found in communication.values() if found.comm.ranks}
-    ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
-    return peers_of(ranks)
+    return peers_of_collectives((found.comm for found in communication.values()), config)
 
 
 def as_sent(collective: Collective, by_copies: bool) -> Comm:

@@ -54,3 +54,9 @@ def one_dtype(collective: str, via: str) -> bool:
     """Whether such a launch requires tensors of one dtype. Copies move bytes of any dtype."""
     kind = KINDS.get(collective)
     return via != COPY and (kind is None or not kind.mixed_dtypes)
+
+
+def equal_sizes(collective: str, via: str) -> bool:
+    """Whether ranks communicate data of equal size: not in an all-to-all over the library, nor in unknown kinds."""
+    kind = KINDS.get(collective)
+    return via == COPY or (kind is not None and kind.equal_sizes)

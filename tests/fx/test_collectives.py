@@ -221,7 +221,7 @@ def test_a_conditional_whose_branch_communicates_is_unknown_communication(world)
     module = make_fx(lambda p, x: cond(p, branch, torch.sin, (x,)))(torch.tensor(True), torch.ones(SHAPE))
     canonicalize(module)
     (found,) = find_collectives(module.graph)
-    assert found.comm.collective == "unknown"
+    assert (found.comm.collective, found.comm.group, found.comm.ranks) == ("unknown", "unknown", (0, 1, 2, 3))
     assert found.synchronous
 
 

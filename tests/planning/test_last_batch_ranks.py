@@ -15,7 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import overlapc
-from overlapc.agreement.rank_agreement import peers_of
+from overlapc.agreement import rank_agreement
+from overlapc.agreement.rank_agreement import peers_of, peers_spanned_by
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
@@ -193,6 +194,35 @@ def test_a_step_that_reduces_in_another_dtype_than_an_earlier_one_follows_it():
         assert copied > 0
 
 
+class Broken(nn.Sequential):
+    """Two compiled functions: the backward of the first is compiled after that of the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        return self[1](x)
+
+
+def after_a_graph_break() -> tuple[list[float], list[int], list[int]]:
+    """Return losses, the number of graphs that this rank had compiled alone after each step, and how many functions
+    ranks have agreed on before a reset, and for the next compilation behind it."""
+    torch.set_num_threads(1)
+    sharded = Broken(*model())
+    for part in (*sharded, sharded):
+        overlapc.fully_shard(part, init_device_mesh("cpu", (2,)))
+    losses, alone = steps_of(sharded, batches()[:2], {"rank_timeout": 20.0, "native": False, "warm_start": False})
+    agreed = [len(peers_of().agreed)]
+    torch._dynamo.reset()
+    torch.compile(communicates_activations, backend="overlapc")(torch.ones(4))
+    return losses, alone, [*agreed, len(peers_of().agreed)]
+
+
+def test_a_backward_compiled_after_a_later_forward_is_no_reset() -> None:
+    first, second = values_on_ranks(after_a_graph_break, 2, timeout_s=120)
+    assert first[0] == second[0] == pytest.approx(losses_of_one_process(batches()[:2]), rel=1e-5)
+    assert (first[1:], second[1:]) == (([0, 0], [4, 1]), ([0, 4], [4, 1]))
+
+
 # Rows of four ranks in two replica groups, each of which holds the whole model.
 ROWS_OF_FOUR = [(8, 8, 8, 8), (8, 8, 8, 5), (8, 3, 8, 8)]
 
@@ -202,16 +232,19 @@ def batches_of_four() -> list[list[Tensor]]:
     return [[torch.randn(rows, 16, generator=generator) for rows in step] for step in ROWS_OF_FOUR]
 
 
-def with_replicas() -> tuple[list[float], list[int]]:
-    """Train with HSDP: parameters are sharded over two ranks and replicated twice."""
+def with_replicas(cache: str) -> tuple[list[float], list[int]]:
+    """Train with HSDP, parameters sharded over two ranks and replicated twice, from the first step's cached graphs."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    sharded = overlapc.fully_shard(model(), mesh=mesh)
-    return steps_of(sharded, batches_of_four(), {"rank_timeout": 20.0, "native": False})
+    options = {"rank_timeout": 20.0, "native": False, "cache_dir": f"{cache}/{dist.get_rank()}"}
+    steps_of(overlapc.fully_shard(model(), mesh=mesh), batches_of_four()[:1], options)
+    torch._dynamo.reset()
+    rank_agreement._process = rank_agreement._Process()  # as another job
+    return steps_of(overlapc.fully_shard(model(), mesh=mesh), batches_of_four(), options)
 
 
-def test_a_batch_of_another_size_on_one_hsdp_rank_trains_as_in_one_process() -> None:
-    ranks = values_on_ranks(with_replicas, 4, timeout_s=240)
+def test_a_batch_of_another_size_on_one_hsdp_rank_trains_as_in_one_process(tmp_path: Path) -> None:
+    ranks = values_on_ranks(with_replicas, 4, str(tmp_path), timeout_s=240)
     expected = losses_of_one_process(batches_of_four())
     for losses, _ in ranks:
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -252,6 +285,23 @@ def test_ranks_whose_collectives_change_compile_together_and_others_continue() -
     assert [alone for _, alone, _ in ranks] == [[0, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1]]
     # All collectives of the first graph are copies; in the second graph only the gathers, whose sizes are unchanged.
     assert [copied for _, _, copied in ranks] == [6 + 2] * 4
+
+
+def permuted_mesh() -> tuple[bool, tuple[int, ...]]:
+    """Return whether a step on two axes equals eager's, and the ranks that compile it together."""
+    mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("dp", "tp"))
+    x, shards = torch.ones(8, 16), [torch.full((8, 16), 0.1)] * 2
+    options = {"rank_timeout": 20.0, "warm_start": False}
+    step = torch.compile(communicates_on_two_axes, backend="overlapc", options=options)
+    equal = torch.allclose(
+        step(x, shards, mesh["dp"], mesh["tp"]), communicates_on_two_axes(x, shards, mesh["dp"], mesh["tp"])
+    )
+    groups = [tuple(dist.get_process_group_ranks(mesh[axis].get_group())) for axis in ("dp", "tp")]
+    return equal, peers_spanned_by(groups, 20.0).meetings.ranks
+
+
+def test_ranks_of_a_mesh_in_any_order_compile_together() -> None:
+    assert values_on_ranks(permuted_mesh, 4, timeout_s=60) == [(True, (0, 1, 2, 3))] * 4
 
 
 def batches_of_groups() -> list[list[Tensor]]:
@@ -392,6 +442,32 @@ def test_a_rank_that_alone_needs_other_collectives_gets_an_error_with_advice() -
     assert "rank 1 did not reach compilation 2 (inference), graph within 10 s" in error
     assert "dynamic=True" in error
     assert "drop_last" in error
+
+
+# Rows that each rank (row) sends to each other one, of experts' tokens; then only ranks 0 and 1 exchange other numbers.
+TOKENS = [[[1, 2, 1], [1, 1, 1], [2, 1, 3]], [[1, 3, 1], [1, 1, 1], [2, 1, 3]]]
+
+
+def dispatched(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    tokens = funcol.all_to_all_single(x.sin(), received, sent, dist.group.WORLD)
+    return funcol.all_to_all_single(tokens.square(), sent, received, dist.group.WORLD) + x
+
+
+def uneven_parts() -> tuple[list[bool], list[int]]:
+    options = {"rank_timeout": 20.0, "native": False, "warm_start": False}
+    call = torch.compile(dispatched, backend="overlapc", options=options, dynamic=False)
+    rank, equal, alone = dist.get_rank(), [], []
+    for tokens in TOKENS:
+        sent, received = tokens[rank], [row[rank] for row in tokens]
+        x = torch.arange(2.0 * sum(sent)).view(-1, 2) + rank
+        equal.append(torch.allclose(call(x, sent, received), x.sin().square() + x))
+        alone.append(counted("graphs_in_an_agreed_order"))
+    return equal, alone
+
+
+def test_parts_of_an_all_to_all_may_differ_between_ranks_and_change_on_some() -> None:
+    ranks = values_on_ranks(uneven_parts, 3, timeout_s=60)
+    assert ranks == [([True, True], [0, 1]), ([True, True], [0, 1]), ([True, True], [0, 0])]
 
 
 def depends_on_a_flag(x: Tensor, flag: bool) -> Tensor:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from overlapc.errors import CompileError
 from overlapc.fx.comm.communication import group_of, is_asynchronous, is_collective, is_wait, kind_of, op_of, variant_of
 from overlapc.fx.comm.exchange import EXCHANGE
-from overlapc.fx.comm.group_names import GroupNames
+from overlapc.fx.comm.group_names import GroupNames, groups_within
 from overlapc.fx.comm.labels import ParamLabel, label_of
 from overlapc.fx.versions.tensors import size_hint
 from overlapc.schedule.collective_kinds import KINDS
@@ -59,7 +60,7 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
         moved = _tensors([*node.args, *node.kwargs.values()] if kind == "unknown" else node.args[0])
     if not moved and kind != "unknown":
         raise CompileError(f"{node.name}: {node.target} has no tensor metadata to size it by")
-    ranks = names.ranks(group) if group else ()
+    ranks = names.ranks(group) if group else _ranks_within(node, names)
     return Comm(
         collective=kind,
         bytes=sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in moved),
@@ -71,6 +72,12 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
         variant=variant_of(node),
         safe=not is_asynchronous(node) and "::".join(op_of(node)) in safe | _SELF_WAITING,
     )
+
+
+def _ranks_within(node: fx.Node, names: GroupNames) -> tuple[int, ...]:
+    """Return the ranks of a conditional whose branches communicate; with several groups, all ranks of the job."""
+    groups = groups_within(node)
+    return names.ranks(groups[0]) if len(groups) == 1 else tuple(range(dist.get_world_size())) if groups else ()
 
 
 def unit_of(label: ParamLabel | None) -> str:

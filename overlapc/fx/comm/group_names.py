@@ -9,6 +9,7 @@ from torch import fx
 
 from overlapc.fx.comm.communication import group_of, is_collective, kind_of
 from overlapc.fx.comm.labels import label_of
+from overlapc.fx.subgraphs import nodes_within
 from overlapc.fx.versions.sharding import resolve_group
 
 OURS = "overlapc_"  # prefix of `group_desc` of groups that overlapc created; their name in schedules follows it
@@ -19,6 +20,12 @@ def ranks_of(group: str) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(resolve_group(group)))
 
 
+def groups_within(node: fx.Node) -> list[str]:
+    """Return torch's names of the process groups that the graphs nested in `node` use, in their order."""
+    groups = (group_of(inner) for inner in nodes_within(node) if is_collective(inner))
+    return list(dict.fromkeys(group for group in groups if group is not None))
+
+
 class GroupNames:
     """Names of a graph's process groups that are equal on all ranks, and differ between groups.
 
@@ -26,7 +33,7 @@ class GroupNames:
     exists of: the name that overlapc gave it; the mesh axis in the labels that `fully_shard` wrote on its nodes; the
     axis that `DeviceMesh` wrote into the group's description; "world"; its shape, such as "2x4" for two ranks that are
     four apart. If several groups have the same name, all except the first (in graph order, which is the same on all
-    ranks) get their shape appended: "tp.2x4".
+    ranks) get their shape appended: "tp.2x4". Groups that only nested graphs use come last.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -43,6 +50,7 @@ class GroupNames:
                 if group == label.post_group:
                     axis = f"{label.axis}_post"
                 axis_of.setdefault(group, axis)
+        order |= dict.fromkeys(group for node in graph.nodes for group in groups_within(node))
         self._names: dict[str, str] = {}
         self._ranks = {group: ranks_of(group) for group in order}
         taken: dict[str, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from torch import fx
 from torch._logging._internal import log_state
 
 from overlapc.stack_room import has_stack_room, with_stack_room
+
+_numberings = itertools.count()
 
 
 def never_compiled_alone(function: Callable[..., Any]) -> None:
@@ -141,6 +144,18 @@ class Broken:
 def compile_id() -> str:
     """Return the id of Dynamo's current compilation as in its logs; "" outside of compilations."""
     return str(torch._guards.CompileContext.current_compile_id() or "")
+
+
+def frame_numbering() -> int:
+    """Return a number that only `torch._dynamo.reset()` changes, after which Dynamo numbers frames from 0 again.
+
+    It is stored among Dynamo's counts of compilations, because a reset clears these. Frame numbers do not show a reset:
+    a backward is compiled under the number of its forward, often after forwards with larger numbers.
+    """
+    from torch._dynamo import convert_frame  # here, because importing Dynamo takes a second
+
+    counts: dict[Any, int] = convert_frame.FRAME_COMPILE_COUNTER
+    return counts.setdefault("overlapc", next(_numberings))
 
 
 def traced() -> list[Traced]:
