@@ -7,6 +7,7 @@ import functools
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 

@@ -262,3 +262,27 @@ def test_functions_of_sizes_that_no_kernel_computes_are_right(function):
     for length in (7, 12, 4):
         x = torch.randn(length, 3)
         torch.testing.assert_close(call(x), function(x))
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: x + 100 // n,
+        lambda x, n: x + 100 % n,
+        lambda x, n: x * (100 / n),
+        lambda x, n: x + 100 // (n * x.shape[0]) + 100 % n,
+        lambda x, n: x.clamp(max=float(100 // n)),
+        lambda x, n: x[100 % n :].sum(),
+        lambda x, n: torch.arange(100 // n) + 1,
+    ],
+)
+def test_a_size_that_is_divided_by_no_rows_is_an_error_as_in_eager(function, dynamic):
+    def per_row(x):
+        return function(x, (x > 0).nonzero().shape[0])
+
+    step = compiled(per_row, dynamic)
+    for x in (torch.tensor([3.0, -1, 2]), torch.ones(3)):
+        torch.testing.assert_close(step(x), per_row(x))
+    with pytest.raises(ZeroDivisionError):
+        step(-torch.ones(3))
