@@ -207,7 +207,7 @@ class GraphLowering:
                 return self._resolved(self.graph.views[node.name])
             return self.graph.views[node.name]
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
-            self.graph.scalars[node.name] = self.context.expr(value)
+            self.graph.scalars[node.name] = self.context.number_of_node(value)
             self.context.known.update(str(symbol) for symbol in self.graph.scalars[node.name].free_symbols)
             return self.graph.scalars[node.name]
         return Handle(node.name)
@@ -252,7 +252,12 @@ class GraphLowering:
         is_size = isinstance(value, torch.SymInt | int) and not isinstance(value, bool)
         if (is_size or (isinstance(value, torch.SymFloat) and is_number(value.node.expr))) and not binds_sizes(node):
             self._check_divisor(node, target, args)
-            return self.context.expr(value)  # size arithmetic becomes an expression over symbols
+            expr = self.context.number_of_node(value)
+            if expr.is_Symbol and str(expr) not in self.context.known:  # the call defines it
+                self.context.add(
+                    Extern(node.name, target, args, kwargs, Handle(node.name, expr), origin=provenance(node))
+                )
+            return expr  # size arithmetic becomes an expression over symbols
         comm = self.comm_of(node)
         if comm is not None or is_wait(node):
             return self._communicate(node, args, kwargs, comm)

@@ -286,3 +286,22 @@ def test_a_size_that_is_divided_by_no_rows_is_an_error_as_in_eager(function, dyn
         torch.testing.assert_close(step(x), per_row(x))
     with pytest.raises(ZeroDivisionError):
         step(-torch.ones(3))
+
+
+@SHAPES
+@pytest.mark.parametrize("wrapper", ["python", "fx"])
+def test_integers_computed_from_floats_that_depend_on_data_equal_eager(dynamic, wrapper):
+    def scaled(x, y):
+        number = y[0].item()
+        tenths = int(number * 10)
+        first = x[: tenths % 3 + 1].sum() + torch.full((3,), number * 2).sum()
+        return (x * tenths).sin() + first + round(number * 3), tenths
+
+    step = compiled(scaled, dynamic, wrapper=wrapper)
+    for number in (0.55, 2.31, -0.72):
+        ours, theirs = (torch.arange(12.0).reshape(4, 3).requires_grad_() for _ in range(2))
+        found, wanted = (call(x, torch.tensor([number])) for call, x in ((step, ours), (scaled, theirs)))
+        torch.testing.assert_close(found, wanted)
+        found[0].sum().backward()
+        wanted[0].sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
