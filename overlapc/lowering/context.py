@@ -64,6 +64,7 @@ class Lowering:
         self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
         self.numbers: dict[str, Constant] = {}  # buffer -> its number, for CPU tensors such as `torch.tensor(0.5)`
         self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # lowered functions of attentions, shared by layers
+        self.from_floats: dict[sympy.Expr, sympy.Symbol] = {}  # integer that is computed from floats -> its symbol
         self.known: set[str] = set()  # symbols that arguments or earlier ops define
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
         self.computed_sizes = ComputedSizes(self.graph)
@@ -108,10 +109,18 @@ class Lowering:
                     hint = symbol_hint(size, symbol)
                     if hint is not None:
                         self.graph.size_hints[str(symbol)] = hint
-            return expr
+            return expr.xreplace(self.from_floats) if self.from_floats else expr
         if isinstance(size, sympy.Expr):
             return size
         return sympy.Integer(int(size))
+
+    def number_of_node(self, value: Any) -> sympy.Expr:
+        """Return the current node's value, a number, as sympy: as a symbol of its own if it is an integer computed from
+        floats, such as `TruncToInt(10*zuf0)`, so that sizes contain integers only."""
+        expr = self.expr(value)
+        if all(symbol.is_integer for symbol in expr.free_symbols):
+            return expr
+        return self.from_floats.setdefault(expr, sympy.Symbol(f"int_{self.node.name}", integer=True))
 
     def extent(self, size: Any) -> sympy.Expr:
         """Return a size as sympy; 1 if tracing has proved or guarded that an expression such as `s0 // 4` is 1.

@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._sympy.functions import ToFloat
 
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.fx.comm.communication import is_wait
@@ -50,6 +51,7 @@ GENERATED_DTYPES = frozenset(
 )  # fmt: skip
 # Ops not tagged pointwise whose lowerings also make a number in a CPU tensor a constant of the kernel.
 READS_NUMBERS = frozenset((aten._to_copy.default, aten.masked_fill.Tensor))
+_DIVISIONS = frozenset((operator.truediv, operator.floordiv, operator.mod))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class GraphLowering:
         # Returned `as_strided` that the graph reads from a copy -> arguments of its call.
         self.returned_strided: dict[Node, tuple[Any, Any]] = {}
         self.strided_from: dict[str, View] = {}  # copy made by `as_strided` -> the input's view that it strided over
+        self.divisors: set[sympy.Expr] = set()  # all divisors of sizes so far
 
     def run(self, node: Node) -> None:
         """Lower one node; all nodes that it reads must be lowered already."""
@@ -204,7 +207,7 @@ class GraphLowering:
                 return self._resolved(self.graph.views[node.name])
             return self.graph.views[node.name]
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
-            self.graph.scalars[node.name] = self.context.expr(value)
+            self.graph.scalars[node.name] = self.context.number_of_node(value)
             self.context.known.update(str(symbol) for symbol in self.graph.scalars[node.name].free_symbols)
             return self.graph.scalars[node.name]
         return Handle(node.name)
@@ -246,10 +249,15 @@ class GraphLowering:
         assert callable(target), f"the target of a call is {target!r}"
         if target is operator.getitem and not isinstance(args[0], View | Handle):
             return args[0][args[1]]
-        if isinstance(value, torch.SymInt | int) and not isinstance(value, bool) and not binds_sizes(node):
-            return self.context.expr(value)  # size arithmetic becomes an expression over symbols
-        if isinstance(value, torch.SymFloat) and is_number(value.node.expr) and not binds_sizes(node):
-            return self.context.expr(value)
+        is_size = isinstance(value, torch.SymInt | int) and not isinstance(value, bool)
+        if (is_size or (isinstance(value, torch.SymFloat) and is_number(value.node.expr))) and not binds_sizes(node):
+            self._check_divisor(node, target, args)
+            expr = self.context.number_of_node(value)
+            if expr.is_Symbol and str(expr) not in self.context.known:  # the call defines it
+                self.context.add(
+                    Extern(node.name, target, args, kwargs, Handle(node.name, expr), origin=provenance(node))
+                )
+            return expr  # size arithmetic becomes an expression over symbols
         comm = self.comm_of(node)
         if comm is not None or is_wait(node):
             return self._communicate(node, args, kwargs, comm)
@@ -282,6 +290,16 @@ class GraphLowering:
         return self.context.extern(
             target, args, kwargs, fallback=target not in LIBRARY_CALLS and not carries_graphs(node)
         )
+
+    def _check_divisor(self, node: Node, target: Callable[..., Any], args: Any) -> None:
+        """Add a call that divides sizes, which raises ZeroDivisionError as no kernel can, if their divisor may be 0."""
+        divisor = args[1] if target in _DIVISIONS else None
+        if not isinstance(divisor, sympy.Expr) or divisor in self.divisors:
+            return
+        self.divisors.add(divisor)
+        if divisor.replace(ToFloat, lambda size: size).is_zero is not False:
+            result = Handle(node.name)
+            self.context.add(Extern(node.name, target, args, {}, result, pure=False, origin=provenance(node)))
 
     def _bind_offset(self, node: Node, target: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Add a call that returns the offset of a view, if only the op knows it.

@@ -73,11 +73,14 @@ def test_what_sympy_takes_for_nonnegative_is(expr: sympy.Expr, sizes: tuple[int,
         assert all(evaluate(expr, at) >= 0 for at in iterations(sizes)), expr
 
 
-def test_a_remainder_of_what_is_negative_is_not() -> None:
+def test_a_remainder_of_what_is_negative_is_not_and_no_divisor_is_zero() -> None:
     within = ModularIndexing(-P0 - 1, sympy.S.One, SIZE)  # P0 elements from the end
     assert within.is_nonnegative
     assert not (-within - 1).is_nonnegative
-    assert index_text(ModularIndexing(-within - 1, sympy.S.One, SIZE)).startswith("floor_mod")  # "%" is C's
+    assert index_text(ModularIndexing(-within - 1, sympy.S.One, SIZE)).startswith("remainder_")  # "%" is C's
+    rows = sympy.Symbol("u0", integer=True, nonnegative=True)  # there may be none
+    assert index_text(FloorDiv(P0, rows)) == "(p0) / at_least(u0, 1)"
+    assert index_text(ModularIndexing(P0, sympy.S.One, rows)) == "(p0) % at_least(u0, 1)"
     ranges = ((P0, sympy.S.Zero, SIZE - 1),)
     assert simplify(ModularIndexing(SIZE - P0 - 1, sympy.S.One, SIZE), ranges) == SIZE - P0 - 1
     assert simplify(FloorDiv(SIZE - P0 - 1, SIZE), ranges) == 0

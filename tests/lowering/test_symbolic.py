@@ -262,3 +262,46 @@ def test_functions_of_sizes_that_no_kernel_computes_are_right(function):
     for length in (7, 12, 4):
         x = torch.randn(length, 3)
         torch.testing.assert_close(call(x), function(x))
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: x + 100 // n,
+        lambda x, n: x + 100 % n,
+        lambda x, n: x * (100 / n),
+        lambda x, n: x + 100 // (n * x.shape[0]) + 100 % n,
+        lambda x, n: x.clamp(max=float(100 // n)),
+        lambda x, n: x[100 % n :].sum(),
+        lambda x, n: torch.arange(100 // n) + 1,
+    ],
+)
+def test_a_size_that_is_divided_by_no_rows_is_an_error_as_in_eager(function, dynamic):
+    def per_row(x):
+        return function(x, (x > 0).nonzero().shape[0])
+
+    step = compiled(per_row, dynamic)
+    for x in (torch.tensor([3.0, -1, 2]), torch.ones(3)):
+        torch.testing.assert_close(step(x), per_row(x))
+    with pytest.raises(ZeroDivisionError):
+        step(-torch.ones(3))
+
+
+@SHAPES
+@pytest.mark.parametrize("wrapper", ["python", "fx"])
+def test_integers_computed_from_floats_that_depend_on_data_equal_eager(dynamic, wrapper):
+    def scaled(x, y):
+        number = y[0].item()
+        tenths = int(number * 10)
+        first = x[: tenths % 3 + 1].sum() + torch.full((3,), number * 2).sum()
+        return (x * tenths).sin() + first + round(number * 3), tenths
+
+    step = compiled(scaled, dynamic, wrapper=wrapper)
+    for number in (0.55, 2.31, -0.72):
+        ours, theirs = (torch.arange(12.0).reshape(4, 3).requires_grad_() for _ in range(2))
+        found, wanted = (call(x, torch.tensor([number])) for call, x in ((step, ours), (scaled, theirs)))
+        torch.testing.assert_close(found, wanted)
+        found[0].sum().backward()
+        wanted[0].sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -71,10 +71,10 @@ def index_text(expr: sympy.Expr) -> str:
         base, divisor, modulus = expr.args
         quotient = index_text(base) if divisor == 1 else _divide(base, divisor)
         if base.is_nonnegative and modulus.is_nonnegative:
-            return f"({quotient}) % {_factor(modulus)}"
-        return f"floor_mod({quotient}, {index_text(modulus)})"
+            return f"({quotient}) % {_divisor(modulus)}"
+        return f"remainder_<int64_t>({quotient}, {index_text(modulus)})"
     if isinstance(expr, (Mod, PythonMod)):
-        return f"floor_mod({index_text(expr.args[0])}, {index_text(expr.args[1])})"
+        return f"remainder_<int64_t>({index_text(expr.args[0])}, {index_text(expr.args[1])})"
     if isinstance(expr, (Max, Min, sympy.Max, sympy.Min)):
         name = "at_least" if isinstance(expr, (Max, sympy.Max)) else "at_most"
         text = index_text(expr.args[0])
@@ -91,8 +91,14 @@ def _factor(expr: sympy.Expr) -> str:
 
 def _divide(base: sympy.Expr, divisor: sympy.Expr) -> str:
     if base.is_nonnegative and divisor.is_nonnegative:
-        return f"({index_text(base)}) / {_factor(divisor)}"
+        return f"({index_text(base)}) / {_divisor(divisor)}"
     return f"floor_div<int64_t>({index_text(base)}, {index_text(divisor)})"
+
+
+def _divisor(expr: sympy.Expr) -> str:
+    """Return a nonnegative divisor. A size may be 0: loops over it are empty then, but the compiler may hoist divisions
+    out of them, and a division by 0 would trap."""
+    return _factor(expr) if expr.is_positive else f"at_least({index_text(expr)}, 1)"
 
 
 def constant_text(number: float | int | bool, dtype: torch.dtype) -> str:

@@ -849,12 +849,8 @@ INLINE void transpose_tile(T* tile, const T* from, int64_t step, int64_t rows, i
 #endif
 }
 
-// ---- index arithmetic (the printer uses / and % if both sides are known to be nonnegative)
+// ---- index arithmetic (beside floor_div and remainder_; the printer uses / and % if both sides are nonnegative)
 
-INLINE int64_t floor_mod(int64_t a, int64_t b) {
-  const int64_t rest = a % b;
-  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
-}
 INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
