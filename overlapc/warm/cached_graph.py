@@ -39,7 +39,10 @@ def find(key: str, cache_dir: Path) -> CompiledGraph | None:
 
 
 def store(key: str, graph: CompiledGraph, cache_dir: Path) -> None:
-    """Write the entry; raise NotCacheable if it contains an object that cannot be written as text."""
+    """Write the entry, in place of one that ranks could not use because theirs differ.
+
+    Raises NotCacheable if it contains an object that cannot be written as text.
+    """
     lost = sorted(name for name, text in graph.objects.items() if not text)
     if lost:
         raise NotCacheable(f"the wrapper calls {lost[0]}, which cannot be found again by name")
@@ -47,8 +50,10 @@ def store(key: str, graph: CompiledGraph, cache_dir: Path) -> None:
         field.name: encode(getattr(graph, field.name)) for field in dataclasses.fields(graph) if field.name != "record"
     }
     data = {"format": FORMAT, **fields, "record": dataclasses.asdict(graph.record)}
-    text = json.dumps(data)
-    _cache(cache_dir).put(key, _SUFFIX, text)
+    content = json.dumps(data).encode()
+    if _cache(cache_dir).read(key, _SUFFIX) != content:
+        _cache(cache_dir).drop(key, _SUFFIX)
+        _cache(cache_dir).put(key, _SUFFIX, content)
 
 
 @lru_cache(None)

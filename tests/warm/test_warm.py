@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,18 @@ def test_a_step_that_fixed_the_value_of_a_number_is_not_used_for_another(functio
         call = torch.compile(function, backend="overlapc", options={"cache_dir": tmp_path})
         for number in (0.35, 0.5, 0.25, 0.75):  # Dynamo passes the second one and later ones as tensors
             torch.testing.assert_close(call(x, number), function(x, number))
+
+
+def test_a_graph_that_is_compiled_again_replaces_its_entry(block, tmp_path: Path):
+    model, x = block
+    step(model, tmp_path, x)
+    key = next(tmp_path.glob("graphs/**/*.graph.json")).name.removesuffix(".graph.json")
+    graph = cached_graph.find(key, tmp_path)
+    assert graph is not None
+    cached_graph.store(key, replace(graph, order="another"), tmp_path)
+    found = cached_graph.find(key, tmp_path)
+    assert found is not None
+    assert found.order == "another"
 
 
 def test_warm_start_can_be_off(block, tmp_path: Path):
