@@ -184,26 +184,32 @@ class PythonWrapper:
     def returning(self, values: tuple[Any, ...]) -> list[str]:
         """Return the lines that return `values`."""
         left = _tuple(self.leaving)
-        lines = [f"{left} = parts.copied{left}"] if self.leaving else []
+        copies = [f"{left} = parts.copied{left}"] if self.leaving else []
+        lines, texts = self._counted_together(values)
+        return [*copies, *lines, f"return {_tuple(texts)}"]
+
+    def _counted_together(self, values: Sequence[Any]) -> tuple[list[str], list[str]]:
+        """Return the sources of returned values, and lines that come before.
+
+        Different tensors in the memory of one variable get one version counter: autograd then notices if the user
+        changes one of them in place and backward reads another. A program's input counts itself.
+        """
+        lines: list[str] = []
         texts = [self._returned(value) for value in values]
         variables = [self.program.variables[value.buffer] if isinstance(value, View) else "" for value in values]
-        forms: dict[str, set[str]] = {}
+        tensors: dict[str, set[str]] = {name: {name} for name in self.program.inputs}
         for variable, text in zip(variables, texts, strict=True):
-            forms.setdefault(variable, {variable} if variable in self.program.inputs else set()).add(text)
-        # Results that share memory share a version counter: autograd then notices if the user changes one of them that
-        # backward reads in another form.
-        counters: dict[str, str] = {}
+            tensors.setdefault(variable, set()).add(text)
+        counters = {name: (name, name) for name in self.program.inputs}  # variable -> a tensor's name and source
         for at, (variable, text) in enumerate(zip(variables, texts, strict=True)):
-            if not variable or len(forms[variable]) == 1 or text == variable in self.program.inputs:
+            if not variable or len(tensors[variable]) == 1:
                 continue
-            if variable in self.program.inputs:
-                counters[variable] = variable
             if variable not in counters:
-                counters[variable] = texts[at] = self._unused(f"{variable}_returned")
-                lines.append(f"{texts[at]} = {text}")
-            else:
-                texts[at] = f"rt.counted_with({counters[variable]}, {text})"
-        return [*lines, f"return {_tuple(texts)}"]
+                counters[variable] = self._unused(f"{variable}_returned"), text
+                lines.append(" = ".join(counters[variable]))
+            name, source = counters[variable]
+            texts[at] = name if text == source else f"rt.counted_with({name}, {text})"
+        return lines, texts
 
     def _unused(self, name: str) -> str:
         while name in self.variables:
