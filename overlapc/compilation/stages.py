@@ -35,7 +35,7 @@ from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.copy_rules import rank_in_graphs
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import device_types
-from overlapc.planning.graph_planner import Planned, collective_lines
+from overlapc.planning.graph_planner import Planned, collective_lines, freeable_inputs
 from overlapc.planning.plan_graph import Reused, plan_graph
 from overlapc.report import record
 from overlapc.report.held_memory import inputs
@@ -224,7 +224,8 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
         if forward is not None:
             given = {name: buffer.bytes for name, buffer in inputs(forward).items()}
             memory = str((given, forward.peak_bytes, forward.pool_bytes))
-        return graph_key(gm, kind_of(name), *context, memory, choice_of(gm).why)
+        freeable = str(sorted(freeable_inputs(gm, name)))  # equal graphs differ in what the caller keeps
+        return graph_key(gm, kind_of(name), *context, memory, freeable, choice_of(gm).why)
     except NotCacheable as reason:
         count(f"graph not cached: {reason}")
         return None

@@ -12,6 +12,7 @@ from torch._guards import CompileContext
 from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_spanned_by
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
+from overlapc.fx.comm.pack import CopyCosts
 from overlapc.fx.versions.dynamo import frame_numbering
 from overlapc.graph_names import kind_of
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
@@ -35,6 +36,7 @@ class Agreed:
     copies: AgreedCopies | None = None  # None: all collectives use the process groups' libraries
     graph: str = ""  # hash of the graph's text that ranks compare
     captured: Captured = ()  # the collectives before transports are chosen; `to_follow` compares them
+    packing: CopyCosts = CopyCosts(0.0, 0.0, 0.0)  # by which collectives were packed, from the profile of all ranks
 
     @property
     def order(self) -> str:

@@ -170,7 +170,7 @@ class GraphPlanner:
         """Run the stages before the passes."""
         config, agreement, dumps = self.config, self.agreement, self.dumps
         communication = described(transports.collectives)
-        freeable = _freeable(self.gm, self.name)
+        freeable = freeable_inputs(self.gm, self.name)
         lowered, fusion = GraphToFuse(self.gm, self.name, config, communication, agreement, freeable, dumps).fused()
         with phase("fusion"):
             schedule = to_schedule(lowered.ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
@@ -254,7 +254,7 @@ def collective_lines(schedule: Schedule) -> list[str]:
 # --- estimates and memory
 
 
-def _freeable(gm: GraphModule, name: str) -> set[str]:
+def freeable_inputs(gm: GraphModule, name: str) -> set[str]:
     """Return the inputs that the graph may free: what forward saved for backward, except parameters and user inputs."""
     if not is_backward(name):
         return set()

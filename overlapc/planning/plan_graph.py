@@ -99,7 +99,8 @@ def plan_graph(
             return Reused(copies)
         if agreement is not None:
             profile = agreement.agree_on_profile(profile)
-        if pack(gm, _copy_costs(profile)):
+        packing = _copy_costs(profile) if followed is None else followed.agreed.packing
+        if pack(gm, packing):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
         planner = GraphPlanner(
             gm=gm,
@@ -118,7 +119,7 @@ def plan_graph(
     if followed is not None:
         count("graphs_in_an_agreed_order")
     if planned.agreed is not None and not alone:
-        agreed = replace(planned.agreed, graph=order_hash(lines), captured=captured)
+        agreed = replace(planned.agreed, graph=order_hash(lines), captured=captured, packing=packing)
         known.append(agreed)
         planned = replace(planned, agreed=agreed)
     counts = {} if is_backward(name) else attention_counts(gm.graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import overlapc
 from overlapc.agreement import rank_agreement
 from overlapc.agreement.rank_agreement import peers_of, peers_spanned_by
+from overlapc.estimators.profiles.profile_file import profile_path
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
@@ -221,6 +223,24 @@ def test_a_backward_compiled_after_a_later_forward_is_no_reset() -> None:
     first, second = values_on_ranks(after_a_graph_break, 2, timeout_s=120)
     assert first[0] == second[0] == pytest.approx(losses_of_one_process(batches()[:2]), rel=1e-5)
     assert (first[1:], second[1:]) == (([0, 0], [4, 1]), ([0, 4], [4, 1]))
+
+
+def with_own_profiles(folder: str) -> list[float]:
+    """Train where hosts have measured other times: by its own, rank 1 would pack no tensors together."""
+    torch.set_num_threads(1)
+    profile = json.loads(profile_path("h200-nvlink").read_text())
+    profile["quantities"]["coalesced_tensor_ns"]["value"] = 100.0 if dist.get_rank() else 40_000.0
+    path = Path(folder, f"{dist.get_rank()}.json")
+    path.write_text(json.dumps(profile))
+    sharded = overlapc.fully_shard(model(), init_device_mesh("cpu", (2,)))
+    options = {"rank_timeout": 20.0, "native": False, "warm_start": False, "transport": "nccl", "profile": str(path)}
+    losses, _ = steps_of(sharded, batches()[:2], options)
+    return losses
+
+
+def test_a_rank_that_compiles_alone_packs_tensors_as_all_ranks_agreed(tmp_path: Path) -> None:
+    for losses in values_on_ranks(with_own_profiles, 2, str(tmp_path), timeout_s=120):
+        assert losses == pytest.approx(losses_of_one_process(batches()[:2]), rel=1e-5)
 
 
 # Rows of four ranks in two replica groups, each of which holds the whole model.

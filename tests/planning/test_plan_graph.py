@@ -6,7 +6,7 @@ import pytest
 from torch import fx
 from torch._guards import TracingContext, tracing
 
-from overlapc.planning.graph_planner import _freeable
+from overlapc.planning.graph_planner import freeable_inputs
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def test_a_saved_view_of_a_parameter_may_not_be_freed(backward):
     context = TracingContext(None)
     context.fw_metadata = SimpleNamespace(bw_donated_idxs=[1])  # the inputs that AOTAutograd lets backward free
     with tracing(context):
-        assert _freeable(backward, "backward_0") == {"saved"}
+        assert freeable_inputs(backward, "backward_0") == {"saved"}
 
 
 def test_without_metadata_all_saved_tensors_may_be_freed(backward):
-    assert _freeable(backward, "backward_0") == {"saved", "permute_2"}
-    assert _freeable(backward, "forward_0") == set()
+    assert freeable_inputs(backward, "backward_0") == {"saved", "permute_2"}
+    assert freeable_inputs(backward, "forward_0") == set()

@@ -226,6 +226,25 @@ def test_graphs_start_warm_where_steps_cannot(tmp_path: Path, adds_up: bool):
     assert buffers[0].abs().sum() > 0
 
 
+def squares(x: Tensor, weight: Tensor, returned: bool) -> tuple[Tensor, Tensor | None]:
+    """The backward reads the product, which it may free unless the caller gets it as well."""
+    product = x @ weight
+    return product.square().sum(), product.detach() if returned else None
+
+
+def test_equal_backwards_that_may_free_other_inputs_have_entries_of_their_own(tmp_path: Path):
+    def peak_of_backward(cache: str, returned: bool) -> int:
+        torch._dynamo.reset()
+        record.clear()
+        options = {"cache_dir": str(tmp_path / cache), "warm_start": True, "profile": "cpu-gloo"}
+        call = torch.compile(squares, backend="overlapc", options=options)
+        call(torch.ones(64, 64), torch.ones(64, 64, requires_grad=True), returned)[0].backward()
+        return record.report_of_process().steps[0].graphs[1].peak_bytes
+
+    freed = peak_of_backward("first", False)
+    assert freed < peak_of_backward("first", True) == peak_of_backward("second", True)
+
+
 def test_tensors_in_a_cached_graph_are_those_of_this_process(tmp_path: Path):
     def double(x: Tensor) -> Tensor:
         return x * torch.tensor([1.0, 2.0, 3.0])
