@@ -305,3 +305,15 @@ def test_integers_computed_from_floats_that_depend_on_data_equal_eager(dynamic, 
         found[0].sum().backward()
         wanted[0].sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_jagged_tensors_of_other_lengths_equal_eager():
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: (x * 2).sin(), backend="overlapc")
+    for lengths in ((2, 3), (4, 1), (5,)):
+        parts = [torch.randn(length, 4) for length in lengths]
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        result = call(x)
+        result.values().sum().backward()
+        torch.testing.assert_close(result.values(), (x.values() * 2).sin())
+        torch.testing.assert_close(x.grad.values(), 2 * (x.values() * 2).cos())

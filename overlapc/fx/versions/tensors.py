@@ -11,6 +11,7 @@ from torch._decomp import _core_aten_decompositions_post_autograd
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.singleton_int import SingletonInt
 
 
 def sized_by_data(op: torch._ops.OpOverload) -> bool:
@@ -65,14 +66,19 @@ def fake_like(
         return FakeTensor(mode or value.fake_mode, form, value.device)
 
 
+_OF_JAGGED_DIMS = (torch.SymInt, SingletonInt)  # sizes that equal themselves only
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """Return a size as an integer for planning: for a symbolic size, its hint.
 
-    A size that depends on data has no hint; overlapc assumes 4096 for it, as torch's partitioner does.
+    A size that depends on data has no hint, and that of a jagged dim is no number; overlapc assumes 4096 for them, as
+    torch's partitioner does.
     """
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.has_hint() else 4096
+    hint = size.node.hint if size.node.has_hint() else None
+    return 4096 if hint is None or isinstance(hint, _OF_JAGGED_DIMS) else int(hint)
 
 
 def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:
@@ -84,4 +90,4 @@ def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:
     if known is None:
         known = shape_env.var_to_val
     value = known.get(symbol)
-    return None if value is None else int(value)
+    return None if value is None or isinstance(value, _OF_JAGGED_DIMS) else int(value)
