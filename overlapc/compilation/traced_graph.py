@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import fx, nn
 from overlapc.compilation import stages
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
+from overlapc.fx.graph_copy import copied
 from overlapc.warm.loading import next_number
 
 
@@ -32,13 +34,20 @@ def compile_graph(
     RanksDisagree when ranks compile different graphs.
     """
     config = Config.of(options, mode)
+    is_single = isinstance(gm.graph.output_node().args[0], fx.Node)  # AOTAutograd takes only graphs that return tuples
+    if is_single:
+        gm = fx.GraphModule(gm, copied(gm.graph))
+        output = gm.graph.output_node()
+        output.args = ((output.args[0],),)
+        gm.recompile()
     with torch.no_grad():
         step = step_of(stages.compile_graph, gm, list(example_inputs), config, next_number())
     root = nn.Module()
     root.compiled = _Compiled(step)
     graph = fx.Graph()
     inputs = tuple(graph.placeholder(str(node.target)) for node in gm.graph.find_nodes(op="placeholder"))
-    graph.output(graph.call_module("compiled", inputs))
+    results = graph.call_module("compiled", inputs)
+    graph.output(graph.call_function(operator.getitem, (results, 0)) if is_single else results)
     return fx.GraphModule(root, graph)
 
 

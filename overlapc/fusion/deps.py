@@ -65,13 +65,18 @@ def output_buffers(graph: LoweredGraph) -> set[str]:
     return found
 
 
+def callers_memory(graph: LoweredGraph) -> frozenset[str]:
+    """Return the buffers whose contents outlive a call that fails: arguments and constants."""
+    return frozenset((*graph.inputs, *graph.constants))
+
+
 def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
     """Return the ops whose result is used or that have effects: communication, mutation, assertion.
 
     A wait whose result is not read stays, too: the memory of its collective is needed until then.
     """
     needed = output_buffers(graph)
-    given = {*graph.inputs, *graph.constants}
+    given = callers_memory(graph)
     kept: list[IROp] = []
     for op in reversed(graph.ops):
         effect = isinstance(op, Start | Wait) or (isinstance(op, Extern) and not op.pure)

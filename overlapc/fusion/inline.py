@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import sympy
 
-from overlapc.fusion.deps import mutated, output_buffers
+from overlapc.fusion.deps import callers_memory, mutated, output_buffers
 from overlapc.fusion.loop_order import split_at_divisions
 from overlapc.fusion.simplify import simplified
 from overlapc.fusion.unroll import unrolled
@@ -64,6 +64,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
     ordered = {name for later, earlier in graph.order.items() for name in (later, *earlier)}
     overwritten: defaultdict[str, list[int]] = defaultdict(list)  # root -> positions of ops that overwrite it
     from_kernels = {view.buffer for op_ in ops if isinstance(op_, Loops) for view in op_.outputs}
+    given = callers_memory(graph)
     for position, op_ in enumerate(ops):
         for name in buffers_read(op_):
             users[name].add(position)
@@ -96,7 +97,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
             into = {at: consumer for at, consumer in into.items() if _reads_little(producer, consumer, graph)}
         if not into or any(_any_between(overwritten[graph.root(name)], position, max(into)) for name in sources):
             continue  # a source is overwritten before a reader runs
-        inlined = {at: _inlined_safely(producer, consumer, graph) for at, consumer in into.items()}
+        inlined = {at: _inlined_safely(producer, consumer, graph, given) for at, consumer in into.items()}
         if any(body is None or refuse(producer.device, body) is not None for body in inlined.values()):
             continue
         for at, made in inlined.items():
@@ -112,8 +113,15 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
     return [op_ for op_ in now if op_ is not None]
 
 
-def _inlined_safely(producer: Loops, consumer: Loops, graph: LoweredGraph) -> Body | None:
-    """Call `inline_into`; return None also if the consumer would overwrite memory that its other iterations read."""
+def _inlined_safely(producer: Loops, consumer: Loops, graph: LoweredGraph, given: Collection[str]) -> Body | None:
+    """Call `inline_into`; return None also if the consumer would overwrite memory that its other iterations read.
+
+    given: memory that a failed check must leave as it was, except where the consumer has checks of its own: that is an
+    `index_put_` into an argument, which eager leaves half done, too.
+    """
+    adds_checks = producer.body.checks() and not consumer.body.checks()
+    if adds_checks and any(graph.root(view.buffer) in given for view in consumer.mutates):
+        return None
     body = inline_into(producer, consumer)
     if body is None:
         return None

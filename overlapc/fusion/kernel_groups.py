@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from overlapc.fusion.deps import edges, output_buffers
+from overlapc.fusion.deps import callers_memory, edges, output_buffers
 from overlapc.fusion.live import Beside, LiveBytes, nothing_beside
 from overlapc.fusion.merge import Refusal
 from overlapc.fusion.merging_order import MergingOrder, Reach
@@ -54,6 +54,7 @@ class Groups:
     ) -> None:
         """freeable: inputs that only the graph holds. beside: memory in use beside that of `ops`."""
         self.graph = graph
+        self.given = callers_memory(graph)
         dependences = edges(ops, graph)
         self.order = MergingOrder(dependences.before)
         self._groups: dict[int, Group] = {}

@@ -110,6 +110,8 @@ def _unsafe_change(groups: Groups, a: Group, b: Group, merged: Body) -> Refusal 
     """Return why the merged kernel must not change memory in place, or None."""
     for view in (*a.kernel.mutates, *b.kernel.mutates):
         root = groups.graph.root(view.buffer)
+        if root in groups.given and merged.checks():
+            return Refusal(f"a check may fail, which must leave {root} as it was")
         stores = [store for store in merged.stores if groups.graph.root(store.buffer) == root]
         if len(stores) > 1:
             return Refusal(f"both write to the memory of {root}")

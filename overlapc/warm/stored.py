@@ -37,7 +37,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, sympy.Basic):
-        return {"sympy": sympy.srepr(value)}
+        text = sympy.srepr(value)
+        try:
+            _expression(text)
+        except NameError as error:  # a name that is no class: oo, or true, the last condition of every Piecewise
+            raise NotCacheable(f"the expression {value} cannot be stored") from error
+        return {"sympy": text}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):

@@ -32,3 +32,11 @@ def test_a_graph_of_forward_loss_and_backward_equals_eager():
         assert not grad.requires_grad
         with torch.no_grad():
             weight -= grad
+
+
+def test_a_graph_may_return_a_tensor_alone():
+    x = torch.randn(4, 6)
+    gm = make_fx(lambda x: x.sin() + 1, tracing_mode="fake")(x)
+    before = gm.code
+    torch.testing.assert_close(overlapc.compile_graph(gm, [x])(x), x.sin() + 1)
+    assert gm.code == before

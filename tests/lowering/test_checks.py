@@ -170,6 +170,43 @@ def stores(value):
     return Body((FOUR,), (), (Store("y", P, value, torch.int64),))
 
 
+def added(x, table, index):
+    x.add_(table[index])
+
+
+def added_and_doubled(x, table, index):
+    return x.add_(table[index]) * 2
+
+
+def added_and_returned(x, table, index):
+    rows = table[index]
+    x.add_(rows)
+    return rows
+
+
+def averaged(x, table, index):
+    x.mul_(0.9).add_(table[index].mean(), alpha=0.1)
+    return x * 2
+
+
+def partly_set(x, table, index):
+    rows = table[index] * 2
+    x[1:3] = rows[:2]
+    return rows
+
+
+@pytest.mark.parametrize("function", [added, added_and_doubled, added_and_returned, averaged, partly_set])
+def test_a_failed_check_leaves_arguments_as_they_were(function):
+    """A caller that catches the error, to skip a batch, goes on with its parameters and statistics."""
+    call = compiled(function)
+    table, good, bad = torch.arange(1.0, 6.0), torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 9])
+    same(function, torch.ones(4), table, good)
+    x = torch.ones(4)
+    with pytest.raises(IndexError):
+        call(x, table, bad)
+    assert torch.equal(x, torch.ones(4))
+
+
 def test_a_kernel_with_a_check_is_never_dead():
     layout = Layout(torch.device("cpu"), torch.int64, (FOUR.size,), (sympy.S.One,))
     views = {name: View(name, layout) for name in "xy"}

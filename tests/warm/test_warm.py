@@ -303,6 +303,9 @@ def test_stored_values_come_back_equal():
         stored.encode(object())
     with pytest.raises(ValueError, match="not a dataclass of overlapc"):
         stored.decode({"data": "os:system", "fields": {}})
+    for unreadable in (sympy.oo, sympy.true, sympy.Piecewise((s0, s0 > 3), (0, True))):
+        with pytest.raises(NotCacheable, match="cannot be stored"):
+            stored.encode([unreadable])
 
 
 @pytest.mark.parametrize("kind", ["graphs", "steps", "kernels"])
