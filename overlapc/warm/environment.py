@@ -86,5 +86,6 @@ def _switches() -> Iterator[str]:
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
     settings = cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn
-    yield f"fp32={[each.fp32_precision for each in settings]}"  # the older getter raises where these were set
+    precisions = [each.fp32_precision.replace("none", "ieee") for each in settings]  # what "none" means is among them
+    yield f"fp32={precisions}"  # read here, because torch's older function raises where these were set
     yield repr(torch._functorch.config.get_hash())
