@@ -39,7 +39,7 @@ def find(key: str, cache_dir: Path) -> CompiledGraph | None:
 
 
 def store(key: str, graph: CompiledGraph, cache_dir: Path) -> None:
-    """Write the entry, in place of one that ranks could not use because theirs differ.
+    """Write the entry, in place of one of another order: ranks whose orders differ could not use it.
 
     Raises NotCacheable if it contains an object that cannot be written as text.
     """
@@ -50,10 +50,10 @@ def store(key: str, graph: CompiledGraph, cache_dir: Path) -> None:
         field.name: encode(getattr(graph, field.name)) for field in dataclasses.fields(graph) if field.name != "record"
     }
     data = {"format": FORMAT, **fields, "record": dataclasses.asdict(graph.record)}
-    content = json.dumps(data).encode()
-    if _cache(cache_dir).read(key, _SUFFIX) != content:
+    earlier = find(key, cache_dir)
+    if earlier is not None and earlier.order != graph.order:
         _cache(cache_dir).drop(key, _SUFFIX)
-        _cache(cache_dir).put(key, _SUFFIX, content)
+    _cache(cache_dir).put(key, _SUFFIX, json.dumps(data))
 
 
 @lru_cache(None)

@@ -149,7 +149,7 @@ def test_a_step_that_fixed_the_value_of_a_number_is_not_used_for_another(functio
             torch.testing.assert_close(call(x, number), function(x, number))
 
 
-def test_a_graph_that_is_compiled_again_replaces_its_entry(block, tmp_path: Path):
+def test_a_graph_of_another_order_replaces_its_entry(block, tmp_path: Path):
     model, x = block
     step(model, tmp_path, x)
     key = next(tmp_path.glob("graphs/**/*.graph.json")).name.removesuffix(".graph.json")
