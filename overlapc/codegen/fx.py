@@ -58,8 +58,7 @@ class FxWrapper:
             item.add_to(self)
         self.graph.lint()
         self.module = GraphModule(self.attributes, self.graph, class_name=self.program.name)
-        run = boxed(self.module)
-        return lambda args: tuple(map(support.standing_alone, run(args)))
+        return support.returning_alone(boxed(self.module))
 
     def text(self) -> str:
         """Return the graph as Python source with the user's source lines."""

@@ -115,6 +115,36 @@ def standing_alone(result: Any) -> Any:
     return view(result, result.size(), result.stride(), 0) if viewed else result
 
 
+def returning_alone(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Return `run` with its results standing alone, except for those in the memory of an argument.
+
+    Results that share memory share a version counter, so that autograd notices if users change what backward reads.
+    """
+
+    def call(args: list[Any]) -> tuple[Any, ...]:
+        given = {_memory(value) for value in args}
+        first: dict[int | None, Tensor] = {}
+        found = []
+        for result in run(args):
+            memory = _memory(result)
+            if memory in first:
+                found.append(counted_with(first[memory], result))
+            elif memory is None or memory in given:
+                found.append(result)
+            else:
+                first[memory] = standing_alone(result)
+                found.append(first[memory])
+        return tuple(found)
+
+    return call
+
+
+def _memory(value: Any) -> int | None:
+    """Return a number for the memory of a tensor that lives; None for values without memory of their own."""
+    is_strided = isinstance(value, Tensor) and value.layout == torch.strided
+    return int(value.untyped_storage()._cdata) if is_strided else None
+
+
 def carve(arena: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a buffer in an arena of bytes, `offset` bytes from its start; a multiple of every element's size."""
     whole = arena if dtype == torch.uint8 else arena.view(dtype)

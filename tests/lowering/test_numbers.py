@@ -307,6 +307,20 @@ def test_addcdiv_of_float32_does_not_round_a_low_precision_quotient():
     assert torch.equal(compiled(without_source)(x, a), without_source(x, a))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        'torch.add(x, torch.mul(torch.div(a, x, rounding_mode="floor"), 2.0))',
+        "torch.add(x, torch.mul(torch.div(a, 2.0), 0.5))",
+        "torch.add(x, torch.mul(torch.div(a.int(), x.int().abs() + 1), 0.5))",
+        "torch.add(1.0, torch.mul(torch.div(a, x), 0.5))",
+    ],
+)
+def test_sums_of_code_without_source_that_are_no_addcdiv_are_left_alone(source: str):
+    function = eval(compile(f"lambda x, a: {source}", "made", "eval"), {"torch": torch})
+    same(function, torch.randn(50), torch.randn(50) * 5)
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_the_gradient_of_smooth_l1_loss_is_nan_where_the_difference_is(reduction):
     def gradient(x, y):

@@ -454,11 +454,12 @@ def linear_and_more(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return product, (product * 2).sin()
 
 
+@pytest.mark.parametrize("wrapper", ["python", "fx"])
 @pytest.mark.parametrize("change", [lambda result: result.mul_(3), lambda result: result.detach().zero_()])
-def test_backward_notices_that_a_result_was_changed_that_it_reads_in_another_form(change):
+def test_backward_notices_that_a_result_was_changed_that_it_reads_in_another_form(change, wrapper: str):
     torch._dynamo.reset()
     x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    step = torch.compile(linear_and_more, backend="overlapc")
+    step = torch.compile(linear_and_more, backend="overlapc", options={"wrapper": wrapper})
     for _ in range(2):  # the second call runs without AOTAutograd's wrapper
         result, other = step(x, weight)
         change(result)

@@ -6,7 +6,10 @@ are of low precision and `x` is not, that rounds the quotient, which eager compu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 
@@ -23,7 +26,9 @@ def _restored(add: Node) -> bool:
     """Whether this sum was one of Dynamo's, and is replaced."""
     product = add.prev
     quotient = product.prev
-    if product.target is not torch.mul or quotient.target is not torch.div or add.kwargs or len(add.args) != 2:
+    if product.target is not torch.mul or quotient.target is not torch.div:
+        return False
+    if any(node.kwargs or len(node.args) != 2 for node in (add, product, quotient)):
         return False
     x, last = add.args
     divided, value = product.args
@@ -32,6 +37,8 @@ def _restored(add: Node) -> bool:
         return False
     line = trace.rstrip("\n ^~").rpartition("\n")[2]
     if "addcdiv" not in line and not line.lstrip().startswith("File "):  # else the source is not known
+        return False
+    if not all(map(_has_fractions, (x, *quotient.args))):
         return False
     if last is not product or divided is not quotient or isinstance(value, Node) or x in (product, quotient):
         return False
@@ -45,3 +52,9 @@ def _restored(add: Node) -> bool:
     for node in (add, product, quotient):
         graph.erase_node(node)
     return True
+
+
+def _has_fractions(value: Any) -> bool:
+    """Whether `value` is a node whose tensor has a floating-point or complex dtype, as `addcdiv` needs."""
+    tensor = value.meta.get("example_value") if isinstance(value, Node) else None
+    return isinstance(tensor, Tensor) and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
