@@ -120,7 +120,7 @@ class Lowering:
         expr = self.expr(value)
         if all(symbol.is_integer for symbol in expr.free_symbols):
             return expr
-        return self.from_floats.setdefault(expr, sympy.Symbol(f"int_{self.node.name}", integer=True))
+        return self.from_floats.setdefault(expr, sympy.Symbol(f"size_{self.node.name}", integer=True))
 
     def extent(self, size: Any) -> sympy.Expr:
         """Return a size as sympy; 1 if tracing has proved or guarded that an expression such as `s0 // 4` is 1.

@@ -245,7 +245,7 @@ def _exact(index: sympy.Expr) -> Iterator[sympy.Expr]:
 
 
 def _is_loaded(symbol: sympy.Symbol) -> bool:
-    return str(symbol).startswith("i")
+    return str(symbol)[0] == "i" and str(symbol)[1:].isdecimal()  # as `loop_symbol` names them
 
 
 def argument_names(body: Body) -> dict[str, str]:
