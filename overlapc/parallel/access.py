@@ -321,8 +321,9 @@ def _property(name: str) -> property:
 
 
 def _leaf_of(module: Any, name: str) -> Tensor | None:
-    """Return the leaf that accumulates unreduced gradients of a parameter; None if there is none, or it is frozen."""
-    return module._overlapc_unsynced.get(name) if module._parameters[name].requires_grad else None
+    """Return the leaf that accumulates unreduced gradients of a parameter; None if it gets no gradient, or has none."""
+    wanted = torch.is_grad_enabled() and module._parameters[name].requires_grad
+    return module._overlapc_unsynced.get(name) if wanted else None
 
 
 _unshard_eagerly = torch.compiler.disable(unshard)

@@ -16,6 +16,7 @@ from torch import nn
 
 from overlapc.errors import ConfigError
 from overlapc.parallel.gather import ShardedParam
+from overlapc.parallel.unreduced import managed
 
 _log = logging.getLogger("overlapc")
 
@@ -54,6 +55,7 @@ class Controls:
         if all(group.reshard_after_forward is reshard_after_forward for group in groups):
             return
         _refuse_unreduced("set_reshard_after_forward", changed)
+        _keep(changed)
         for group in groups:
             group.reshard_after_forward, group.post = reshard_after_forward, None
         _describe_anew(changed, lambda param: param)
@@ -68,6 +70,7 @@ class Controls:
             raise ConfigError(f"set_gradient_divide_factor: {factor} is not a positive number")
         changed = modules_of(self, recurse)
         _refuse_unreduced("set_gradient_divide_factor", changed)
+        _keep(changed)
         _describe_anew(changed, lambda param: dataclasses.replace(param, divisor=factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -128,13 +131,21 @@ def _describe_anew(modules: Iterable[nn.Module], change: Callable[[ShardedParam]
                 parameter._overlapc_sharded = parameter, new  # type: ignore[attr-defined]
 
 
+def _keep(modules: Iterable[nn.Module]) -> None:
+    """Keep the parameters' descriptions under their present options: a backward to come may refer to their keys."""
+    for param in (param for module in modules for param in managed(module).values()):
+        param.variants.setdefault(_options(param), param)
+
+
 def _variant(param: ShardedParam) -> ShardedParam:
     """Return `param` under the key of its current options, which is an earlier key if it had these options before."""
-    group = param.group
-    how = (group.reshard_after_forward, group.post, param.divisor)
-    if how not in param.variants:
-        param.variants[how] = dataclasses.replace(param)
-    return param.variants[how]
+    if _options(param) not in param.variants:
+        param.variants[_options(param)] = dataclasses.replace(param)
+    return param.variants[_options(param)]
+
+
+def _options(param: ShardedParam) -> object:
+    return param.group.reshard_after_forward, param.group.post, param.divisor
 
 
 def _hint(name: str) -> Callable[..., None]:

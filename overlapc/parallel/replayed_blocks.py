@@ -34,7 +34,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source
 from torch._subclasses.fake_tensor import FakeTensor
 
-from overlapc.parallel.guarded import Compared, compared, is_within, subject
+from overlapc.parallel.guarded import Compared, compared, exactly, is_within, subject
 from overlapc.runtime.counters import count
 
 _BLOCKS = "overlapc_blocks"  # attribute of Dynamo's tracer of a graph: the traced blocks, by the form of their inputs
@@ -157,7 +157,7 @@ class _Inputs:
     def _form(self, given: Any) -> Any:
         given = given.realize()
         if isinstance(given, ConstantVariable):
-            return type(given.value), given.value
+            return exactly(given.value)
         if type(given) is TupleVariable:
             return tuple(map(self._form, given.items))
         if type(given) is not TensorVariable:

@@ -236,3 +236,29 @@ def test_after_an_exception_no_gradient_of_that_backward_is_due():
     due[next(iter(params(model).values())).key] = torch.ones(())
     model.reset_iter_state()
     assert not due
+
+
+@pytest.mark.parametrize("change", [("set_reshard_after_forward", True), ("set_gradient_divide_factor", 7.0)])
+def test_options_may_change_between_forward_and_backward(change):
+    model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)))
+    key = managed(model)["weight"].key
+    loss = model(torch.ones(2, 8)).sum()
+    getattr(model, change[0])(change[1])
+    loss.backward()
+    assert model.weight.grad is not None
+    assert managed(model)["weight"].key != key
+
+
+def test_an_option_set_back_restores_the_first_description():
+    model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=False)
+    first = managed(model)["weight"]
+    model.set_reshard_after_forward(True)
+    model.set_reshard_after_forward(False)
+    assert managed(model)["weight"] is first
+
+
+def test_inference_while_gradients_are_held_back():
+    model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)))
+    model.set_requires_gradient_sync(False)
+    with torch.inference_mode():
+        assert model(torch.ones(2, 8)).shape == (2, 8)

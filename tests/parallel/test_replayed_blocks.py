@@ -527,3 +527,33 @@ def test_equal_blocks_are_traced_once_when_gradients_of_earlier_micro_batches_ar
         return shapes
 
     once(model, 6, run=accumulate)
+
+
+class Scaled(Block):
+    held: Any = ()
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        first, second = self.held
+        return x + self.up(x) * first / (second + 1)
+
+
+@pytest.mark.parametrize("held", [(2.0, 3), (2, True), (0.0, 3), (-0.0, 3)])
+def test_constants_that_are_equal_but_not_the_same_are_distinguished(held: Any):
+    model = Model(Scaled)
+    for layer, each in zip(model.layers, [(2, 3), held, (0, 3), held], strict=True):
+        layer.held = each
+    once(sharded(model), 1)
+
+
+def test_constant_arguments_that_are_equal_but_not_the_same_are_distinguished():
+    class Signed(Model):
+        def run(self, x: Tensor) -> Tensor:
+            for layer, zero in zip(self.layers, (0.0, -0.0, 0.0, -0.0), strict=True):
+                x = layer(x, zero)
+            return x
+
+    class Copying(Block):
+        def forward(self, x: Tensor, zero: float) -> Tensor:  # type: ignore[override]
+            return self.up(x) / zero
+
+    once(sharded(Signed(Copying)), 2)

@@ -295,6 +295,8 @@ class _Lines:
             return ("slice", self.form(value.start), self.form(value.stop), self.form(value.step))
         if isinstance(value, float):
             return ("float", value.hex())
+        if isinstance(value, complex):
+            return ("complex", value.real.hex(), value.imag.hex())
         return (type(value), value)
 
 
