@@ -198,19 +198,22 @@ def _strided_memories(gm: GraphModule) -> Iterator[int | None]:
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                if _counts_from_the_start(node):
-                    example = node.args[0].meta.get("example_value")
+                whole = _strided_from_the_start(node)
+                if whole is not None:
+                    example: Any = whole.meta.get("example_value")
                     known = module is gm and isinstance(example, Tensor) and not is_traceable_wrapper_subclass(example)
                     yield _memory(example) if known else None
 
 
-def _counts_from_the_start(node: Node) -> bool:
+def _strided_from_the_start(node: Node) -> Node | None:
+    """Return the tensor of an `as_strided` with an offset, which counts from the start of the tensor's storage."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if not str(name).startswith("as_strided") or not node.args or not isinstance(node.args[0], Node):
-        return False
+    if not str(name).startswith("as_strided"):
+        return None
+    whole = node.args[0] if node.args else node.kwargs.get("input")
     at = 4 if "scatter" in str(name) else 3
     given = node.args[at] if len(node.args) > at else node.kwargs.get("storage_offset")
-    return given is not None
+    return whole if isinstance(whole, Node) and given is not None else None
 
 
 def _memory(value: Tensor) -> int:
