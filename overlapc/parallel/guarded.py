@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from overlapc.fx.constants import exactly
+
 
 class _Same:
     """A value compared by identity. It is held, so that no other object gets its `id`."""
@@ -40,21 +42,6 @@ class _Doing(_Same):
         return isinstance(other, _Doing) and _do_the_same(self.value, other.value)
 
     __hash__ = None
-
-
-def exactly(value: Any) -> Any:
-    """Return what equals only for values that a program cannot tell apart: not for 2 and 2.0, nor for 0.0 and -0.0."""
-    if isinstance(value, float):
-        return type(value), value.hex()
-    if isinstance(value, complex):
-        return type(value), value.real.hex(), value.imag.hex()
-    if isinstance(value, tuple | list):
-        return type(value), *map(exactly, value)
-    if isinstance(value, dict):
-        return type(value), *((exactly(key), exactly(held)) for key, held in value.items())
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(map(exactly, value))
-    return type(value), value
 
 
 def _do_the_same(one: Any, other: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:

@@ -34,7 +34,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source
 from torch._subclasses.fake_tensor import FakeTensor
 
-from overlapc.parallel.guarded import Compared, compared, exactly, is_within, subject
+from overlapc.fx.constants import exactly
+from overlapc.parallel.guarded import Compared, compared, is_within, subject
 from overlapc.runtime.counters import count
 
 _BLOCKS = "overlapc_blocks"  # attribute of Dynamo's tracer of a graph: the traced blocks, by the form of their inputs

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from overlapc.fx.constants import exactly
 from overlapc.fx.source import members_of_lists, module_path
 from overlapc.fx.subgraphs import carried, nodes_within
 from overlapc.fx.versions.graphs import is_object, value_of_object
@@ -293,11 +294,7 @@ class _Lines:
             return ("dict", *((name, self.form(item)) for name, item in value.items()))
         if isinstance(value, slice):
             return ("slice", self.form(value.start), self.form(value.stop), self.form(value.step))
-        if isinstance(value, float):
-            return ("float", value.hex())
-        if isinstance(value, complex):
-            return ("complex", value.real.hex(), value.imag.hex())
-        return (type(value), value)
+        return exactly(value)
 
 
 def _graph_lines(module: fx.GraphModule, describe: Describe) -> Any:
