@@ -38,7 +38,9 @@ from overlapc.warm.fingerprint import NotCacheable, user_graph_key
 from overlapc.warm.loading import Agree, environment_of, load_step, next_number, uses_disk_cache
 
 if TYPE_CHECKING:  # parts of the compiler
+    from overlapc.codegen.compiled_graph import CompiledGraph
     from overlapc.passes.base import Context
+    from overlapc.runtime.copies.pool import GraphCopies
     from overlapc.schedule.model import Schedule
 
 _ADOPT = (
@@ -127,7 +129,7 @@ def _step(
     _build_ahead(config, devices)
     from overlapc.compilation import stages
 
-    return stages.compile_step(gm, example_inputs, config, number, key)
+    return stages.compile_step(gm, example_inputs, config, number, key, agree)
 
 
 def _build_ahead(config: Config, devices: Collection[str]) -> None:
@@ -237,15 +239,25 @@ def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: C
 def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree | None:
     """Return a function that asks whether all ranks have cached this step, or None if no other rank compiles it.
 
-    Ranks that have no cached step must call the function, too: every rank has its own cache.
+    If the step communicates, ranks that have no cached step must call the function, too: every rank has its own cache.
+    It asks once: a rank whose cached step was refused compiles, and then calls it again.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return None
-    from overlapc.planning.agreed import common_step, ranks_of_step
+    from overlapc.planning.agreed import common_step, groups_of_step
     from overlapc.planning.rank_notes import notes_of
 
-    peers = ranks_of_step(inputs, config)
-    return None if peers is None else lambda cached: common_step(peers, cached, config, notes_of(gm, config))
+    groups = groups_of_step(inputs, config)
+    asked = False
+
+    def agree(cached: Sequence[CompiledGraph]) -> Sequence[Mapping[str, GraphCopies]] | None:
+        nonlocal asked
+        if asked:
+            return None
+        asked = True
+        return common_step(groups, cached, config, notes_of(gm, config))
+
+    return agree if groups else None
 
 
 @contextmanager

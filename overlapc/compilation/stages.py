@@ -25,6 +25,7 @@ from overlapc.compilation.kept_parameters import choice_of, partition_of
 from overlapc.compilation.recording import counts_of, record_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
+from overlapc.fx.comm.collectives import communicates
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
 from overlapc.fx.versions.dynamo import compiled_autograd
 from overlapc.fx.versions.graphs import use_real_objects
@@ -49,21 +50,44 @@ from overlapc.units import human_bytes
 from overlapc.warm import cached_graph
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable, graph_key
-from overlapc.warm.loading import make_callable, uses_disk_cache
+from overlapc.warm.loading import Agree, make_callable, uses_disk_cache
 from overlapc.warm.watch import StepWatch
 
 _log = logging.getLogger("overlapc")
 
 
 def compile_step(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, key: str | None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    number: int,
+    key: str | None,
+    agree: Agree | None = None,
 ) -> Callable[..., Any]:
-    """Compile forward and backward of `gm`. With a `key`, the step is cached under it if it is one of plain tensors."""
+    """Compile forward and backward of `gm`. With a `key`, the step is cached under it if a later process can use it.
+
+    agree: called without graphs, before any graph is planned, if the step communicates and this rank has not cached it.
+    """
     divide = partition_of(gm, config, number, will_run=True)
     if compiled_autograd(gm):
         return step_of(compile_graph, gm, example_inputs, config, number, divide)
     watch = StepWatch(gm, example_inputs, key, config.cache_dir)
-    return watch.watched(step_of(partial(compile_graph, watch=watch), gm, example_inputs, config, number, divide))
+
+    def noting(use: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `use`, which takes a graph, with a look at the graph before it. The first graph of a step, the joint
+        one or that of inference, has all its collectives."""
+
+        def call(graph: GraphModule, *arguments: Any, **options: Any) -> Any:
+            if not watch.communicates and communicates(graph.graph):
+                watch.communicates = True
+                if agree is not None:
+                    agree(())
+            return use(graph, *arguments, **options)
+
+        return call
+
+    compile_watched = noting(partial(compile_graph, watch=watch))
+    return watch.watched(step_of(compile_watched, gm, example_inputs, config, number, noting(divide)))
 
 
 def compile_graph(

@@ -108,13 +108,12 @@ def compiles_again() -> bool:
     return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
-def ranks_of_step(inputs: Iterable[Any], config: Config) -> Peers | None:
-    """Return the ranks that compile a step with these inputs too, from the meshes of its DTensors; None without any."""
+def groups_of_step(inputs: Iterable[Any], config: Config) -> list[tuple[int, ...]]:
+    """Return the ranks of each mesh of the step's DTensors, which compile the step too if it communicates."""
     if not (config.rank_check and dist.is_available() and dist.is_initialized()):
-        return None
+        return []
     meshes = dict.fromkeys(value._spec.mesh for value in inputs if type(value).__name__ == "DTensor")
-    groups = [tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes if mesh.get_coordinate() is not None]
-    return peers_spanned_by(groups, config.rank_timeout) if groups else None
+    return [tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes if mesh.get_coordinate() is not None]
 
 
 def peers_of_collectives(comms: Iterable[Comm], config: Config) -> Peers:
@@ -135,18 +134,19 @@ def _forget_before_reset(peers: Peers) -> None:
 
 
 def common_step(
-    peers: Peers, cached: Sequence[CompiledGraph], config: Config, notes: dict[str, str]
+    groups: Sequence[tuple[int, ...]], cached: Sequence[CompiledGraph], config: Config, notes: dict[str, str]
 ) -> list[CopiesByPool] | None:
     """Return the copies of each graph of a cached step if every rank has cached a step of the same graphs with the same
     orders of collectives; else None.
 
-    `cached` is this rank's cached step. A recompile may happen on one rank alone: then ranks exchange nothing, and this
-    rank's cached step must have the orders that ranks agreed on before.
+    groups: see `groups_of_step`; cached: this rank's cached step. A recompile may happen on one rank alone: then ranks
+    exchange nothing, and this rank's cached step must have the orders that ranks agreed on before.
     """
     if compiles_again():
         return still_open(cached) if cached and all(_is_agreed(graph, config) for graph in cached) else None
     graphs = ("" if graph.agreed is None else graph.agreed.graph for graph in cached)
     have = content_key(*graphs, *(graph.order for graph in cached)) if cached else ""
+    peers = peers_spanned_by(groups, config.rank_timeout)
     with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
         if not agreement.agree_on_graph((), have):
             return None

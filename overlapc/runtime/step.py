@@ -42,6 +42,7 @@ class StepPlan:
     dynamic: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (output, its dims of symbolic size)
     deterministic: bool = True  # whether backward may run under torch.use_deterministic_algorithms
     borders: Borders | None = None  # for a cached step that takes DTensors
+    communicates: bool = False  # whether forward or backward communicates
 
     def of_static_sizes(self) -> bool:
         """Whether no size of the step is symbolic."""

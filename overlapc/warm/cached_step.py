@@ -19,7 +19,7 @@ from overlapc.runtime.step import Call, Step, StepPlan, step_function
 from overlapc.warm import cached_graph
 from overlapc.warm.stored import UNREADABLE, decode, encode
 
-FORMAT = 4
+FORMAT = 5
 _SUFFIX = ".step.json"
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 Agree = Callable[[Sequence[CompiledGraph]], Sequence[Mapping[str, GraphCopies]] | None]
-"""Takes a cached step's graphs and returns for each the copies to run it with, by pool; None unless all ranks have this
-step."""
+"""Takes the graphs of this rank's cached step (none if it has no such step) and returns for each the copies to run it
+with, by pool; None unless all ranks have this step. All ranks that run the step must call it."""
 
 _numbers = itertools.count()
 
@@ -89,11 +89,11 @@ def load_step(
 ) -> Callable[..., Any] | None:
     """Return the cached step of `key`; None if there is none, or if ranks do not `agree` to use it.
 
-    `agree` is called in any case, because all ranks must call it; it gets no graphs if there is no step.
+    `agree` is called only for a step that communicates: a rank may run any other step alone.
     """
     cached = None if key is None else cached_step.find(key, config.cache_dir)
     graphs = () if cached is None else cached[1]
-    if agree is not None:
+    if agree is not None and cached is not None and cached[0].communicates:
         copies = agree(graphs)
     else:
         copies = None if any(graph.copies for graph in graphs) else [{} for _ in graphs]  # all ranks open pools

@@ -81,6 +81,7 @@ class StepWatch:
         self._metadata: StepMetadata | None = None
         self._ready: Callable[..., Any] | None = None  # the step without the wrapper, once known to be possible
         self._called = False
+        self.communicates = False  # whether forward or backward communicates, set before either is compiled
         self.function: Callable[..., Any] | None = None  # `_ready`, after the first call
 
     def compiled(self, kind: str, gm: GraphModule, call: Call, key: str | None) -> None:
@@ -146,6 +147,7 @@ class StepWatch:
         plan = _plan(metadata, forward, backward, self._autocast)
         if plan is None:
             return
+        plan = replace(plan, communicates=self.communicates)
         call, call_back = forward.call, (backward or forward).call
         cacheable = plan if self._plain else None
         if not self._plain:

@@ -92,3 +92,29 @@ def test_another_job_uses_the_cached_step_of_groups_of_several_hosts(tmp_path: P
         assert (after["steps_from_cache"], after["graph_compiles"]) == (1, 0)
         assert after["loss"] == before["loss"]
         assert all(map(torch.equal, after["grads"], before["grads"]))
+
+
+def local_start(root: str) -> tuple[list[float], int]:
+    """Compile a function of DTensors that does not communicate on rank 0 alone, in two starts."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    given = DTensor.from_local(torch.arange(4.0) + dist.get_rank(), mesh, [Shard(0)], run_check=False)
+    options = {"cache_dir": f"{root}/{dist.get_rank()}", "warm_start": True, "rank_timeout": 20}
+    seen = []
+    for _ in range(2 if dist.get_rank() == 0 else 0):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: (x * 2).to_local().sum(), backend="overlapc", options=options)
+        for _ in range(2):
+            given = given.detach().requires_grad_()
+            loss = compiled(given)
+            loss.backward()
+            seen.append(loss.item() + given.grad.to_local().sum().item())
+    dist.barrier()
+    return seen, counted("steps_from_cache")
+
+
+def test_a_function_of_dtensors_that_does_not_communicate_may_run_on_one_rank_alone(tmp_path: Path):
+    first, second = values_on_ranks(local_start, 2, str(tmp_path), timeout_s=120)
+    assert first == ([20.0] * 4, 1)
+    assert second == ([], 0)

@@ -50,6 +50,11 @@ def find_collectives(graph: fx.Graph, safe: frozenset[str] = frozenset()) -> lis
     ]
 
 
+def communicates(graph: fx.Graph) -> bool:
+    """Whether the graph, or one nested in it, launches a collective."""
+    return any(map(is_collective, graph.nodes))
+
+
 def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset()) -> Comm:
     """Describe the communication of `node`. Its bytes are those of a gather's output, or of a scatter's input."""
     kind = kind_of(node)
