@@ -67,21 +67,27 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         # Not in __call__: this is what `model.compile()` compiles.
         args, kwargs = self._before_forward(args, kwargs)
-        output = self._after_forward(super()._call_impl(*args, **kwargs))  # type: ignore[misc]
-        if not torch.compiler.is_dynamo_compiling():
-            gathered.reshard_after_forward(self)
-        return output
+        return self._with_output_dtype(self._run_forward(args, kwargs))
 
-    def _after_forward(self, output: Any) -> Any:
+    def _run_forward(self, args: Any, kwargs: Any) -> Any:
+        # Dynamo traces this within its caller only. So if it runs, the forward is not one graph.
+        call = super()._call_impl  # type: ignore[misc]
+        if torch.compiler.is_dynamo_compiling():
+            return self._reduce_pending(call(*args, **kwargs))
+        return gathered.run_gathered(self, call, args, kwargs)
+
+    def _reduce_pending(self, output: Any) -> Any:
+        """Return `output`; its backward also reduces gradients of earlier micro-batches, if this forward has to."""
         pending = self._overlapc_pending
         if pending.waiting and torch.is_grad_enabled():
             if pending.running is self:
                 pending.running = None
             if pending.running is None:
-                output = reduce_behind(output, pending)
-        if self._overlapc_output_dtype is not None:
-            output = _cast(output, self._overlapc_output_dtype)
+                return reduce_behind(output, pending)
         return output
+
+    def _with_output_dtype(self, output: Any) -> Any:
+        return output if self._overlapc_output_dtype is None else _cast(output, self._overlapc_output_dtype)
 
     def _before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         pending = self._overlapc_pending
@@ -233,7 +239,7 @@ def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
     keys = {name: param.key for name, param in params.items()}
     module.__dict__["_overlapc_keys"] = {**module.__dict__.get("_overlapc_keys", {}), **keys}
     module.__dict__.setdefault("_overlapc_unsynced", {})
-    module.__dict__.setdefault("_overlapc_gathered", {})
+    module.__dict__.setdefault("_overlapc_gathered", None)
     _set_class(module, params, group=False)
 
 
@@ -254,6 +260,7 @@ def make_group(
     module.__dict__["_overlapc_output_dtype"] = policy.output_dtype
     module.__dict__["_overlapc_pending"] = Pending({})
     module.__dict__["_overlapc_contains_groups"] = False
+    module.__dict__["_overlapc_running"] = None
     _set_class(module, (), group=True)
     _compile_again(module)
     set_fsdp2_state(module, ModuleState(module))
@@ -300,24 +307,42 @@ def _set_class(module: nn.Module, names: Iterable[str], group: bool) -> None:
 def _subclass(base: type[nn.Module], names: frozenset[str], group: bool) -> type[nn.Module]:
     bases = (FSDPModule, base) if group else (base,)
     body: dict[str, Any] = {"_overlapc_base": base, "_overlapc_names": names, "__doc__": base.__doc__}
+    body["_overlapc_forms"] = {}  # a module has its own
     body.update({name: _property(name) for name in names})
+    if issubclass(base, nn.ParameterList):
+        body["__getitem__"] = _item
     return type(f"FSDP{base.__name__}", bases, body)
 
 
 def _property(name: str) -> property:
     def get(self: Any) -> Tensor | None:
-        param = self._parameters[name]
+        param, form = self._parameters.get(name), self._overlapc_forms.get(name)
+        if param is None or form is None:  # it was deleted, or another module has this class, made by `type(module)()`
+            found: Tensor | None = self._overlapc_base.__getattr__(self, name)
+            return found
+        gathered_here = self._overlapc_gathered
         if torch.compiler.is_dynamo_compiling():
-            key = key_of(self, name, self._overlapc_forms[name])
-            return unshard(param, key, _leaf_of(self, name))
-        full = gathered.gathered_of(self, name)
-        if full is not None or _in_forward() or in_backward():
-            return _unshard_eagerly(param, self._overlapc_keys[name], _leaf_of(self, name), full)
+            if gathered_here is not None and gathered_here.running:
+                read: Tensor = gathered_here.tensors[name]
+                return read
+            return unshard(param, key_of(self, name, form), _leaf_of(self, name))
+        if gathered_here is not None:
+            return gathered.read(self, name)
+        if gathered.in_forward() or in_backward() or _in_forward_method():  # this module itself was not called
+            return _unshard_eagerly(param, self._overlapc_keys[name], _leaf_of(self, name))
         return param
 
     # Code behind a graph break reads parameters eagerly. Dynamo would compile a graph for the read of each parameter.
     never_compiled_alone(get)
     return property(get)
+
+
+def _item(self: Any, index: Any) -> Any:
+    """Return an item of a ParameterList; of a slice, a list: torch's would make new parameters of gathered ones, which
+    get no gradient."""
+    if isinstance(index, slice):
+        return [self[at] for at in range(*index.indices(len(self)))]
+    return self._overlapc_base.__getitem__(self, index)
 
 
 def _leaf_of(module: Any, name: str) -> Tensor | None:
@@ -327,18 +352,15 @@ def _leaf_of(module: Any, name: str) -> Tensor | None:
 
 
 _unshard_eagerly = torch.compiler.disable(unshard)
+never_compiled_alone(FSDPModule._run_forward)
 
 
-def _in_forward() -> bool:
-    """Whether a call of an `FSDPModule`, or of a method that counts as one, led to the code that reads a parameter.
-
-    A counter in `__call__` would miss code that runs eagerly after a graph break: the frame with the break is then
-    compiled, and compiled code must not count (a side effect would break Dynamo's checkpoint regions). But that frame
-    still belongs to the same file, as does the function that Dynamo resumes after the break.
-    """
+def _in_forward_method() -> bool:
+    """Whether a method given to `register_fsdp_forward_method` led here, which broke the graph if this code runs: the
+    method's begin was compiled then, and gathered nothing for code that runs eagerly."""
     frame = sys._getframe(2)  # 0: this function, 1: the property
     while frame is not None:
-        if frame.f_code.co_filename in (__file__, FORWARD_METHODS_FILE):
+        if frame.f_code.co_filename == FORWARD_METHODS_FILE:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

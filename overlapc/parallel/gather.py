@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,13 +202,12 @@ def param_of(key: str) -> ShardedParam:
 
 
 @torch.compiler.allow_in_graph
-def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: GatheredParam | None = None) -> Tensor:
+def unshard(param: DTensor, key: str, unsynced: Tensor | None = None) -> Tensor:
     """Return the gathered parameter: a plain tensor, or a DTensor on the tensor-parallel mesh.
 
     `param` is the sharded parameter that the ShardedParam with this key describes. Its gradient is reduced and
     sharded; if `unsynced` (an `unsynced_leaf`) is given, the gradient flows to that leaf unreduced instead. This
-    function is one node in Dynamo's graph, and AOTAutograd traces into it. gathered: the parameter that eager code
-    keeps gathered, which is returned without a collective.
+    function is one node in Dynamo's graph, and AOTAutograd traces into it.
     """
     if not isinstance(param, DTensor):
         raise ConfigError(
@@ -216,15 +215,17 @@ def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: 
         )
     # The shard gets no gradient if `unsynced` does; before torch 2.13 `to_local` would make zeros of that.
     held: Any = param if unsynced is None else param.detach()
-    return unshard_local(held.to_local(), key, unsynced, gathered)
+    return unshard_local(held.to_local(), key, unsynced)
 
 
-def unshard_local(
-    shard: Tensor, key: str, unsynced: Tensor | None = None, gathered: GatheredParam | None = None
-) -> Tensor:
+def unshard_local(shard: Tensor, key: str, unsynced: Tensor | None = None) -> Tensor:
     """Return what `unshard` does, given the local shard of the parameter."""
-    full: Tensor = _Unshard.apply(shard, key, unsynced, gathered)
-    tp = _params[key].tensor_parallel
+    return as_parameter(_Unshard.apply(shard, key, unsynced), _params[key])
+
+
+def as_parameter(full: Tensor, sharded: ShardedParam) -> Tensor:
+    """Return a gathered tensor as programs see it: a DTensor if it is a shard of tensor parallelism."""
+    tp = sharded.tensor_parallel
     if tp is None:
         return full
     return DTensor.from_local(full, tp.mesh, tp.placements, run_check=False, shape=tp.shape, stride=tp.stride)
@@ -241,31 +242,12 @@ def unsynced_leaf(param: Tensor, key: str) -> Tensor:
     return shard.new_empty(1, dtype=dtype).expand(shape).requires_grad_()
 
 
-class GatheredParam:
-    """A parameter that eager code keeps gathered: the full tensor, and the version of the shard that it came from."""
-
-    def __init__(self, param: DTensor, key: str, after_backward: Callable[[], None]) -> None:
-        """Gather `param`; every rank must do so. after_backward: called when a backward that used it has ended."""
-        shard = param.to_local().detach()
-        self.after_backward = after_backward
-        self.full = _gather(shard, _params[key])
-        self._shard_version = (shard.data_ptr(), shard._version)
-
-    def is_current(self, param: DTensor) -> bool:
-        """Whether this is `param` gathered, and its shard has not changed since, as far as torch knows."""
-        shard = param.to_local()
-        return self._shard_version == (shard.data_ptr(), shard._version)
-
-
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, key: str, unsynced: Tensor | None, gathered: GatheredParam | None) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, key: str, unsynced: Tensor | None) -> Tensor:
         ctx.key = key
-        ctx.gathered = gathered
         ctx.dtype = shard.dtype
         ctx.unsynced_dtype = None if unsynced is None else unsynced.dtype
-        if gathered is not None:
-            return gathered.full.detach()
         sharded = _params[key]
         if _is_shape_inference(shard) and sharded.dim == 0 and sharded.group.axis.size > 1:
             dtype = sharded.computed_dtype(shard)
@@ -274,17 +256,20 @@ class _Unshard(torch.autograd.Function):
             return _gather(shard, sharded)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        if ctx.gathered is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(ctx.gathered.after_backward)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         if ctx.unsynced_dtype is not None:
-            return None, None, grad.to(ctx.unsynced_dtype), None
+            return None, None, grad.to(ctx.unsynced_dtype)
         sharded = _params[ctx.key]
-        if ctx.key in due and type(grad) is Tensor:  # not while a graph is traced, whose tensors are subclasses
-            former = due.pop(ctx.key)
-            grad = former + grad.to(former.dtype)
+        if type(grad) is Tensor:  # not while a graph is traced, whose tensors are subclasses
+            grad = with_due(grad, ctx.key)
         with annotate(sharded.label):
-            return _reduce(grad, sharded, ctx.dtype), None, None, None
+            return _reduce(grad, sharded, ctx.dtype), None, None
+
+
+def with_due(grad: Tensor | None, key: str) -> Any:
+    """Return `grad` plus the gradient of earlier micro-batches that is to be reduced with it, if there is one."""
+    former = due.pop(key, None)
+    return grad if former is None else former if grad is None else former + grad.to(former.dtype)
 
 
 def _is_shape_inference(tensor: Tensor) -> bool:
@@ -359,8 +344,47 @@ class _Behind(torch.autograd.Function):
         return grad, torch.zeros_like(reduced)
 
 
+def gather_all(shards: Sequence[Tensor], params: Sequence[ShardedParam]) -> list[Tensor]:
+    """Gather several local shards eagerly; all gathers are in flight at the same time."""
+    with torch.no_grad(), torch.inference_mode(False):
+        started = [_started(shard, param) for shard, param in zip(shards, params, strict=True)]
+        return [_arrived(*each) for each in zip(started, shards, params, strict=True)]
+
+
+def reduce_used(grads: Sequence[Tensor | None], params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Any]:
+    """Return this rank's parts of the gradients of parameters of one group; None for those that no rank has.
+
+    grads: the full gradients, or None for a parameter that this rank did not use. Every rank must call this.
+    """
+    used = _used_by_any([grad is not None for grad in grads], params[0].group, shards[0].device)
+    parts: list[Tensor | None] = []
+    for grad, param, shard, is_used in zip(grads, params, shards, used, strict=True):
+        if grad is None and is_used:
+            shape = [*shard.shape]
+            shape[param.dim] = param.length
+            grad = shard.new_zeros(shape, dtype=param.computed_dtype(shard))
+        parts.append(None if grad is None else _reduce(grad, param, shard.dtype))
+    return parts
+
+
+def _used_by_any(used: list[bool], group: ShardGroup, device: torch.device) -> list[bool]:
+    """Return which parameters are used by any rank of the group."""
+    axes = [axis for axis in (group.axis, group.replicate) if axis is not None and axis.size > 1]
+    if not axes:
+        return used
+    flags = torch.ones(len(used), device=device) if all(used) else torch.tensor(used, device=device).float()
+    for axis in axes:
+        flags = _ops.wait_tensor(_ops.all_reduce(flags, "max", axis.group))
+    return used if all(used) else [bool(flag) for flag in flags.tolist()]
+
+
 def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     """Gather the local shard, cast before so that the all-gather moves fewer bytes."""
+    return _arrived(_started(shard, param), shard, param)
+
+
+def _started(shard: Tensor, param: ShardedParam) -> Tensor:
+    """Start to gather the local shard; return the result, which is in flight."""
     axis = param.group.axis
     # Cast after padding, and in `_reduce` before it is taken away: all ranks then compute tensors of the same size, and
     # plan the same kernels. A rank whose shard has no rows would have a call that makes an empty tensor instead.
@@ -370,7 +394,15 @@ def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
         # Eager code over gloo needs `gloo_all_gather`; while a graph is traced, every tensor is a subclass.
         apart = type(full) is Tensor and backend_of(axis.group, full.device.type) == "gloo"
         gather = gloo_all_gather if apart else _ops.all_gather_into_tensor
-        full = _ops.wait_tensor(gather(full.contiguous(), axis.size, axis.group))
+        full = gather(full.contiguous(), axis.size, axis.group)
+    return full
+
+
+def _arrived(full: Tensor, shard: Tensor, param: ShardedParam) -> Tensor:
+    """Wait for what `_started` returned, and return the gathered parameter."""
+    axis = param.group.axis
+    if axis.size > 1:
+        full = _ops.wait_tensor(full)
     if param.dim:
         full = full.unflatten(0, (axis.size, -1)).movedim(0, param.dim).flatten(param.dim, param.dim + 1)
     if param.uneven:

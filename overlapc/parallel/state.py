@@ -56,11 +56,12 @@ class ModuleState:
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not torch.compiler.is_dynamo_compiling():  # a graph gathers parameters where they are read
-            gathered.unshard(module)
+            gathered.begin_forward(module)
         return module._before_forward(args, kwargs)
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
-        output = module._after_forward(output)
-        if not torch.compiler.is_dynamo_compiling():
-            gathered.reshard(module)
-        return output
+        if torch.compiler.is_dynamo_compiling():
+            output = module._reduce_pending(output)
+        else:
+            output = gathered.end_forward(module, output)
+        return module._with_output_dtype(output)

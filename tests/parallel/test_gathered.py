@@ -1,0 +1,289 @@
+"""A forward that is not one graph gathers its module's parameters at its begin, whatever it reads on which rank."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import overlapc
+import overlapc.parallel
+from tests.ranks import values_on_ranks
+
+WIDTH, EXPERTS = 8, 4
+
+
+class Stacked(nn.Module):
+    """Experts in one parameter, like those of transformers; a loop over those that this rank's tokens chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        for expert in chosen.unique():
+            rows = (chosen == expert).nonzero()[:, 0]
+            result = result.index_add(0, rows, F.linear(tokens[rows], self.weight[expert]))
+        return result
+
+
+class Listed(nn.Module):
+    """Experts as modules of equal form, of which a rank calls only those that its tokens chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        for at, expert in enumerate(self.experts):
+            rows = chosen == at
+            if rows.any():
+                result = result.masked_scatter(rows[:, None], expert(tokens[rows]))
+        return result
+
+
+class Broken(nn.Module):
+    """A layer with a graph break in its midst."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.aside: Tensor | None = None
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        hidden = self.up(tokens).relu()
+        torch._dynamo.graph_break()
+        self.aside = hidden.square().mean() * self.down.weight.square().mean()
+        return tokens + self.down(hidden)
+
+
+class Threads(Broken):
+    """A layer that calls its modules in other threads."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(self.down(self.up(tokens).relu())))
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+class Sliced(nn.Module):
+    """A layer that slices a list of parameters, asks for one that was deleted, and makes another module like itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        for weight in self.weights[1:]:
+            tokens = F.linear(tokens, weight).relu()
+        other = type(self)() if not torch.compiler.is_compiling() else None
+        assert other is None or type(other.scale) is nn.Parameter
+        return F.linear(tokens, self.weights[0]) * self.scale
+
+
+class Net(nn.Module):
+    """Two layers of one kind, and a head."""
+
+    def __init__(self, layer: type[nn.Module], how: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        for layer in self.layers:
+            tokens = layer(tokens, chosen) if self.how is None else self.how(layer, tokens, chosen)
+        return self.head(tokens)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank()
+    tokens = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return tokens, torch.tensor([[0, 1, 2, 0], [1, 1, 1, 1]][rank])  # no rank chooses expert 3
+
+
+def steps(model: Any, net: Net) -> None:
+    for _ in range(2):
+        model(*data()).square().mean().backward()
+
+
+def evaluation_between(model: Any, net: Net) -> None:
+    loss = model(*data()).square().mean()
+    with torch.no_grad():
+        model(*data())
+    loss.backward()
+
+
+def both_at_once(model: Any, net: Net) -> None:
+    tokens, chosen = data()
+    (model(tokens, chosen) * model(tokens.flip(0), chosen)).mean().backward()
+
+
+def one_after_the_other(model: Any, net: Net) -> None:
+    tokens, chosen = data()
+    losses = [model(each, chosen).square().mean() for each in (tokens, tokens.flip(0))]
+    for loss in losses:
+        loss.backward()
+
+
+def with_loss_aside(model: Any, net: Net) -> None:
+    loss = model(*data()).square().mean()
+    (loss + sum(layer.aside for layer in net.layers)).backward()
+
+
+def twice(model: Any, net: Net) -> None:
+    loss = model(*data()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalized(model: Any, net: Net) -> None:
+    tokens, chosen = data()
+    (grad,) = torch.autograd.grad(model(tokens.requires_grad_(), chosen).sum(), tokens, create_graph=True)
+    grad.square().mean().backward()
+
+
+def frozen(model: Any, net: Net) -> None:
+    net.layers.requires_grad_(False)
+    tokens, chosen = data()
+    model(tokens.requires_grad_(), chosen).square().mean().backward()
+
+
+def accumulated(model: Any, net: Net) -> None:
+    """Reduce the gradients of three micro-batches at once."""
+    for last in (False, False, True):
+        if isinstance(net, overlapc.parallel.FSDPModule):
+            net.set_requires_gradient_sync(last)
+        model(*data()).square().mean().backward()
+
+
+def reentrant(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
+    return checkpoint(layer, tokens, chosen, use_reentrant=True)
+
+
+def repeated(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
+    return checkpoint(layer, tokens, chosen, use_reentrant=False)
+
+
+CASES: dict[str, tuple[type[nn.Module], Any, Callable[..., None]]] = {
+    "stacked experts": (Stacked, None, steps),
+    "listed experts": (Listed, None, steps),
+    "listed experts, accumulated": (Listed, None, accumulated),
+    "listed experts, checkpoints": (Listed, repeated, steps),
+    "evaluation between forward and backward": (Broken, None, evaluation_between),
+    "two forwards in one loss": (Broken, None, both_at_once),
+    "two forwards, then two backwards": (Broken, None, one_after_the_other),
+    "a loss kept aside": (Broken, None, with_loss_aside),
+    "two backwards": (Broken, None, twice),
+    "gradient penalty": (Broken, None, penalized),
+    "frozen layers": (Broken, None, frozen),
+    "checkpoints": (Broken, repeated, steps),
+    "reentrant checkpoints": (Broken, reentrant, steps),
+    "threads": (Threads, None, steps),
+    "list of parameters": (Sliced, None, steps),
+}
+EAGER_ONLY = ("gradient penalty", "threads")
+
+
+def averaged(grad: Tensor | None) -> Tensor | None:
+    """Return the mean of the ranks' gradients; None if no rank has one."""
+    has = torch.tensor(float(grad is not None))
+    dist.all_reduce(has)
+    if not has:
+        return None
+    total = torch.zeros(()) if grad is None else grad
+    shapes: list[Any] = [None, None]
+    dist.all_gather_object(shapes, None if grad is None else tuple(grad.shape))
+    total = total.expand(next(shape for shape in shapes if shape is not None)).contiguous()
+    dist.all_reduce(total)
+    return total / 2
+
+
+def error(case: str, compiled: bool) -> float:
+    """Return the largest difference of a gradient from that of the model that is not sharded."""
+    layer, how, program = CASES[case]
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain = Net(layer, how)
+    net = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for each in net.layers:
+        overlapc.fully_shard(each, mesh=mesh)
+    overlapc.fully_shard(net, mesh=mesh)
+    program(plain, plain)
+    program(torch.compile(net, backend="overlapc") if compiled else net, net)
+    largest = 0.0
+    for (name, want), param in zip(plain.named_parameters(), net.parameters(), strict=True):
+        mean = averaged(want.grad)
+        assert (mean is None) == (param.grad is None), name
+        if mean is not None:
+            assert isinstance(param.grad, DTensor)
+            largest = max(largest, float((param.grad.full_tensor() - mean).abs().max()))
+    return largest
+
+
+def errors(compiled: bool) -> dict[str, float]:
+    torch.set_num_threads(1)
+    return {case: error(case, compiled) for case in CASES if not compiled or case not in EAGER_ONLY}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_are_those_of_the_model_that_is_not_sharded(compiled: bool):
+    for found in values_on_ranks(errors, 2, compiled, timeout_s=280):
+        assert found
+        assert {case: value for case, value in found.items() if value > 1e-6} == {}
+
+
+def sizes_of_gathered(compiled: bool) -> list[int]:
+    """Return the bytes of a layer's gathered weight in its forward, after it, and after backward."""
+    seen: list[Tensor] = []
+
+    class Noted(Broken):
+        def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+            note(self)
+            return super().forward(tokens, chosen)
+
+    @torch._dynamo.disable
+    def note(layer: Noted) -> None:
+        seen.append(layer.up.weight)
+        bytes_.append(seen[0].untyped_storage().nbytes())
+
+    bytes_: list[int] = []
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    net = overlapc.fully_shard(Noted(), mesh=mesh, reshard_after_forward=True)
+    loss = (torch.compile(net, backend="overlapc") if compiled else net)(*data()).sum()
+    bytes_.append(seen[0].untyped_storage().nbytes())
+    loss.backward()
+    return [*bytes_, seen[0].untyped_storage().nbytes()]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_holds_gathered_parameters_only_during_its_forward_and_backward(compiled: bool):
+    for found in values_on_ranks(sizes_of_gathered, 2, compiled, timeout_s=120):
+        assert found == [4 * 16 * WIDTH, 0, 0]
+
+
+def deleted() -> tuple[bool, bool]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    layer = overlapc.fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
+    del layer.bias
+    return hasattr(layer, "bias"), hasattr(layer, "weight")
+
+
+def test_a_sharded_parameter_can_be_deleted():
+    assert values_on_ranks(deleted, 2, timeout_s=60) == [(False, True)] * 2
