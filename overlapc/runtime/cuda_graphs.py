@@ -186,7 +186,8 @@ class _Recording:
             _copy([buffer.flat for buffer in self.buffers.values()], [args[at] for at in self.buffers])
             self.replay()
             for at in self.written:
-                _flat(args[at]).copy_(self.buffers[at].flat)
+                # Only the elements: other arguments may be in the gaps between them (columns of one tensor).
+                args[at].detach().copy_(self.buffers[at].tensor)
         args.clear()
         return self.results
 

@@ -103,6 +103,21 @@ def test_arguments_that_a_part_changes_are_changed_in_the_callers_memory():
         assert torch.equal(x, torch.ones(3))
 
 
+def test_arguments_in_the_gaps_of_each_other_are_both_changed():
+    def count_up(args: list[Any]) -> tuple[Tensor, ...]:
+        left, right = args
+        args.clear()
+        left.add_(1)
+        right.add_(10)
+        return ()
+
+    _, part = one_part(count_up, written=[0, 1])
+    kept = [torch.zeros(3, 2) for _ in range(4)]
+    for rows in kept:
+        part([rows[:, 0], rows[:, 1]])
+        assert torch.equal(rows, numbers(1.0, 10.0).expand(3, 2))
+
+
 def test_parts_after_a_new_recording_are_recorded_again():
     recorder = Repeated()
     parts = Parts("test", recorder)
