@@ -1,8 +1,8 @@
 """Compile one Triton function for one variant, in this process or in a worker process.
 
-A worker is `python -m overlapc.runtime.triton_compile`: it answers each line of JSON by one line, until its input ends.
-It needs only Triton, so this module must not import torch. The answer contains the cubin, which the launching process
-stores.
+A worker is `python -m overlapc.runtime.triton_compile`: it answers each line of JSON by one line, until its input ends
+or it is terminated. It needs only Triton, so this module must not import torch. The answer contains the cubin, which
+the launching process stores.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -179,6 +180,7 @@ def warm_up() -> None:
 @with_stack_room
 def serve() -> None:
     """Compile the specification on each line of stdin and answer with a line, which `answered` parses."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an exception, so that temporary folders are removed
     warm_up()
     for line in sys.stdin:
         try:

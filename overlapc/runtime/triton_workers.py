@@ -22,6 +22,7 @@ from overlapc.runtime.triton_compile import Binary, Specification, answered
 
 MOST_WORKERS = 16
 IDLE_S = 60.0
+_END_S = 10.0  # how long an idle worker may take to end
 _FEW = 2  # for up to this many kernels starting workers takes longer than compiling
 
 
@@ -83,17 +84,21 @@ class Workers:
         """End the workers once current compilations are done."""
         with self._lock:
             for process in self._processes:
-                if process.stdin is not None:
-                    with contextlib.suppress(BrokenPipeError):  # it died
-                        process.stdin.close()
+                process.terminate()  # closing its input would not end it: a forked child may have a copy of the pipe
             for process in self._processes:
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                process.kill()
 
 
 class _Shared:
     """The workers of this process, and the timer that ends them."""
 
     def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # the workers belong to the parent
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._workers: Workers | None = None
         self._timer: threading.Timer | None = None

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +110,29 @@ def test_a_worker_that_dies_leaves_its_kernels_to_the_launcher(tmp_path: Path):
         process.wait()
     assert workers.compile([each.what for each in three(tmp_path).values()]) == [None, None, None]
     workers.close()
+
+
+def test_workers_end_while_a_forked_child_lives():
+    """A data loader's processes are such children, and have copies of all pipes."""
+    workers = triton_workers.Workers(1)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    child.start()
+    closing = threading.Thread(target=workers.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    still_closing = closing.is_alive()
+    child.kill()
+    assert not still_closing
+    assert all(process.poll() is not None for process in workers._processes)
+
+
+def test_a_forked_child_has_no_workers(two_workers: None):
+    triton_workers.start()
+    child = os.fork()
+    if not child:
+        os._exit(triton_workers._shared.running)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert triton_workers._shared.running
 
 
 def test_cached_kernels_need_no_workers(tmp_path: Path, two_workers: None):
