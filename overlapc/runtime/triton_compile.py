@@ -11,6 +11,7 @@ import base64
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import signal
 import sys
@@ -180,6 +181,8 @@ def warm_up() -> None:
 @with_stack_room
 def serve() -> None:
     """Compile the specification on each line of stdin and answer with a line, which `answered` parses."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Triton's dumps are not answers
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an exception, so that temporary folders are removed
     warm_up()
     for line in sys.stdin:
@@ -189,12 +192,17 @@ def serve() -> None:
             answer = {"binary": Binary.of(compiled).text(), "cubin": cubin}
         except Exception as error:  # noqa: BLE001 - on any error the launching process compiles again and reports it
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps({"request": line, **answer}), file=answers, flush=True)
 
 
-def answered(line: str) -> tuple[Binary, bytes] | None:
-    """Parse a worker's answer: (facts about the cubin, the cubin), or None if it failed."""
+def answered(request: str, line: str) -> tuple[Binary, bytes] | None:
+    """Parse a worker's answer to the line `request`: (facts about the cubin, the cubin), or None if it failed.
+
+    Raises ValueError for anything but such an answer.
+    """
     answer = json.loads(line)
+    if not isinstance(answer, dict) or answer.get("request") != request:
+        raise ValueError(f"a worker did not answer {request!r}, but wrote {line!r}")
     if "error" in answer:
         return None
     return Binary.parse(answer["binary"]), base64.b64decode(answer["cubin"])

@@ -112,6 +112,33 @@ def test_a_worker_that_dies_leaves_its_kernels_to_the_launcher(tmp_path: Path):
     workers.close()
 
 
+def test_an_answer_to_another_request_is_not_used(tmp_path: Path):
+    workers = triton_workers.Workers(1)
+    (process,) = workers._processes
+    first, *others = [each.specification(tmp_path) for each in three(tmp_path).values()]
+    process.stdin.write(first.text() + "\n")
+    assert workers.compile(others) == [None, None]
+    assert process.wait(20)
+
+
+def test_what_triton_prints_is_not_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NVPTX_ENABLE_DUMP", "1")
+    workers = triton_workers.Workers(1)
+    assert None not in workers.compile([each.specification(tmp_path) for each in three(tmp_path).values()])
+    workers.close()
+
+
+def test_an_interrupted_compilation_ends_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    workers = triton_workers.Workers(1)
+    monkeypatch.setattr(threading.Thread, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        workers.compile([each.specification(tmp_path) for each in three(tmp_path).values()])
+    assert all(process.poll() is not None for process in workers._processes)
+
+
 def test_workers_end_while_a_forked_child_lives():
     """A data loader's processes are such children, and have copies of all pipes."""
     workers = triton_workers.Workers(1)
