@@ -90,15 +90,18 @@ def release_cuda_graphs() -> None:
 
 @cache
 def _release_with_groups() -> None:
-    """Make `torch.distributed.destroy_process_group` release CUDA graphs first; torch has no hook for that."""
-    destroy = dist.destroy_process_group
+    """Make process groups release CUDA graphs before they shut down; torch has no hook for that.
 
-    @wraps(destroy)
-    def release_and_destroy(*args: Any, **options: Any) -> None:
+    The method is replaced, and not `destroy_process_group`, which scripts may have imported before.
+    """
+    shutdown = dist.ProcessGroup.shutdown
+
+    @wraps(shutdown)
+    def release_and_shut_down(self: dist.ProcessGroup) -> None:
         release_cuda_graphs()
-        destroy(*args, **options)
+        shutdown(self)
 
-    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = release_and_destroy
+    dist.ProcessGroup.shutdown = release_and_shut_down  # type: ignore[method-assign]
 
 
 class Parts:
