@@ -47,6 +47,11 @@ class Workers:
             for _ in range(count)
         ]
 
+    @property
+    def alive(self) -> bool:
+        """Whether all workers run; Ctrl-C in a terminal ends them."""
+        return all(process.poll() is None for process in self._processes)
+
     def compile(self, specifications: Sequence[Specification]) -> list[Compiled | None]:
         """Compile all; the result is None where that failed. If a worker dies, the others take over its share."""
         jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -111,6 +116,9 @@ class _Shared:
 
     def get(self) -> Workers:
         with self._lock:
+            if self._workers is not None and not self._workers.alive:
+                self._workers.close()
+                self._workers = None
             if self._workers is None:
                 self._workers = Workers(_count())
                 atexit.register(self.close)

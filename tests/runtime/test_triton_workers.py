@@ -112,6 +112,14 @@ def test_a_worker_that_dies_leaves_its_kernels_to_the_launcher(tmp_path: Path):
     workers.close()
 
 
+def test_workers_that_died_are_replaced(tmp_path: Path, two_workers: None):
+    triton_workers.start()
+    for process in triton_workers._shared._workers._processes:
+        process.kill()
+        process.wait()
+    assert None not in triton_workers.compile_all([each.specification(tmp_path) for each in three(tmp_path).values()])
+
+
 def test_an_answer_to_another_request_is_not_used(tmp_path: Path):
     workers = triton_workers.Workers(1)
     (process,) = workers._processes
