@@ -2,7 +2,7 @@
 
 Each kernel has its own cache entry, so that all graphs and ranks that contain it share it. Starting the compiler takes
 longer than compiling a kernel (0.1 s against 0.01 s), so all kernels of a graph that are not cached are compiled
-together, one file per core, and the library of a file becomes the entry of every kernel in it.
+together, one file per core, and the entry of a kernel names the file whose library contains it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from overlapc.errors import CheckFailed, ToolchainError
 from overlapc.runtime.cache import KernelCache, content_key
+from overlapc.runtime.counters import count
 from overlapc.runtime.native_launcher import host_launcher_type
 from overlapc.runtime.toolchain import Compiler, compile_error, find_compiler
 
@@ -53,6 +54,8 @@ def _files(root: Path) -> KernelCache:
     """Return the cache of libraries of several kernels, keyed by their joined text."""
     return KernelCache(root, "files")
 
+
+_FILE = ".file"  # suffix of a cached kernel's entry that contains the key of a file
 
 # A kernel's second entry, for callers that know how many arguments it takes but not their types.
 _ENTRY = """
@@ -103,16 +106,26 @@ def launcher(kernel: CppKernel, library: Path, cache_dir: Path) -> Callable[...,
 def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Callable[..., None]]:
     """Return a launcher for each kernel, by name; ToolchainError if there is no compiler or it rejects a source."""
     compiler = find_compiler()
-    cache = _cache(Path(cache_dir))
+    cache, files = _cache(Path(cache_dir)), _files(Path(cache_dir))
     unique = {kernel.name: with_entry(kernel) for kernel in kernels}
     workers = max(1, min(len(unique), len(os.sched_getaffinity(0))))
+
+    def find(kernel: CppKernel) -> Path | None:
+        key = kernel.key(compiler)
+        file = cache.read(key, _FILE)
+        return (file and files.find(file.decode(), ".so")) or cache.find(key, ".so")
+
+    def obtain(kernel: CppKernel, library: Path | None) -> Path:
+        return library or find(kernel) or build_library(kernel, cache, compiler)
+
     with ThreadPoolExecutor(workers, thread_name_prefix="overlapc-compile") as pool:
         pool.submit(host_launcher_type, cache_dir)  # compiled meanwhile, once per machine
-        found = pool.map(lambda kernel: cache.find(kernel.key(compiler), ".so"), unique.values())
+        found = list(pool.map(find, unique.values()))
         missing = [kernel for kernel, library in zip(unique.values(), found, strict=True) if library is None]
-        files = [missing[first::workers] for first in range(workers)]
-        list(pool.map(lambda file: _build_together(file, cache, _files(Path(cache_dir)), compiler), files))
-        libraries = pool.map(lambda kernel: build_library(kernel, cache, compiler), unique.values())
+        count("kernel_cache_hits", len(unique) - len(missing))
+        groups = [missing[first::workers] for first in range(workers)]
+        list(pool.map(lambda group: _build_together(group, cache, files, compiler), groups))
+        libraries = pool.map(obtain, unique.values(), found)
         return {
             kernel.name: launcher(kernel, library, cache_dir)
             for kernel, library in zip(unique.values(), libraries, strict=True)
@@ -129,12 +142,11 @@ def _build_together(kernels: Sequence[CppKernel], cache: KernelCache, files: Ker
     texts = [f"namespace of_{kernel.name} {{\n{kernel.text}}}\n" for kernel in kernels]
     together = CppKernel(f"{len(kernels)} kernels", "".join(texts), 0, 0, prelude=prelude)
     try:
-        library = build_library(together, files, compiler)
+        build_library(together, files, compiler)
     except ToolchainError:
         return  # each is then compiled alone, and the error names the kernel at fault
-    content = library.read_bytes()
     for kernel in kernels:
-        cache.put(kernel.key(compiler), ".so", content)
+        cache.put(kernel.key(compiler), _FILE, together.key(compiler))
 
 
 def build_library(kernel: CppKernel, cache: KernelCache, compiler: Compiler) -> Path:

@@ -90,15 +90,18 @@ def release_cuda_graphs() -> None:
 
 @cache
 def _release_with_groups() -> None:
-    """Make `torch.distributed.destroy_process_group` release CUDA graphs first; torch has no hook for that."""
-    destroy = dist.destroy_process_group
+    """Make process groups release CUDA graphs before they shut down; torch has no hook for that.
 
-    @wraps(destroy)
-    def release_and_destroy(*args: Any, **options: Any) -> None:
+    The method is replaced, and not `destroy_process_group`, which scripts may have imported before.
+    """
+    shutdown = dist.ProcessGroup.shutdown
+
+    @wraps(shutdown)
+    def release_and_shut_down(self: dist.ProcessGroup) -> None:
         release_cuda_graphs()
-        destroy(*args, **options)
+        shutdown(self)
 
-    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = release_and_destroy
+    dist.ProcessGroup.shutdown = release_and_shut_down  # type: ignore[method-assign]
 
 
 class Parts:
@@ -186,7 +189,8 @@ class _Recording:
             _copy([buffer.flat for buffer in self.buffers.values()], [args[at] for at in self.buffers])
             self.replay()
             for at in self.written:
-                _flat(args[at]).copy_(self.buffers[at].flat)
+                # Only the elements: other arguments may be in the gaps between them (columns of one tensor).
+                args[at].detach().copy_(self.buffers[at].tensor)
         args.clear()
         return self.results
 

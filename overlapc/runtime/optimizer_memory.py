@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -30,11 +31,14 @@ def state_bytes(optimizers: Iterable[Any]) -> dict[str, int]:
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among `values`, with DTensors and other wrapper tensors replaced by the tensors inside them."""
+    """Yield the tensors among `values`, with DTensors and other wrapper tensors replaced by the tensors inside them.
+
+    Those without storage are left out, such as sparse ones.
+    """
     for value in values:
         if is_traceable_wrapper_subclass(value):
             yield from plain_tensors(getattr(value, name) for name in value.__tensor_flatten__()[0])
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and value.layout == torch.strided:
             yield value
 
 

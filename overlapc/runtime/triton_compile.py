@@ -1,8 +1,8 @@
 """Compile one Triton function for one variant, in this process or in a worker process.
 
-A worker is `python -m overlapc.runtime.triton_compile`: it answers each line of JSON by one line, until its input ends.
-It needs only Triton, so this module must not import torch. The answer contains the cubin, which the launching process
-stores.
+A worker is `python -m overlapc.runtime.triton_compile`: it answers each line of JSON by one line, until its input ends
+or it is terminated. It needs only Triton, so this module must not import torch. The answer contains the cubin, which
+the launching process stores.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import base64
 import dataclasses
 import importlib.util
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -179,6 +181,9 @@ def warm_up() -> None:
 @with_stack_room
 def serve() -> None:
     """Compile the specification on each line of stdin and answer with a line, which `answered` parses."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Triton's dumps are not answers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an exception, so that temporary folders are removed
     warm_up()
     for line in sys.stdin:
         try:
@@ -187,12 +192,17 @@ def serve() -> None:
             answer = {"binary": Binary.of(compiled).text(), "cubin": cubin}
         except Exception as error:  # noqa: BLE001 - on any error the launching process compiles again and reports it
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps({"request": line, **answer}), file=answers, flush=True)
 
 
-def answered(line: str) -> tuple[Binary, bytes] | None:
-    """Parse a worker's answer: (facts about the cubin, the cubin), or None if it failed."""
+def answered(request: str, line: str) -> tuple[Binary, bytes] | None:
+    """Parse a worker's answer to the line `request`: (facts about the cubin, the cubin), or None if it failed.
+
+    Raises ValueError for anything but such an answer.
+    """
     answer = json.loads(line)
+    if not isinstance(answer, dict) or answer.get("request") != request:
+        raise ValueError(f"a worker did not answer {request!r}, but wrote {line!r}")
     if "error" in answer:
         return None
     return Binary.parse(answer["binary"]), base64.b64decode(answer["cubin"])

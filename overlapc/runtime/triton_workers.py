@@ -22,6 +22,7 @@ from overlapc.runtime.triton_compile import Binary, Specification, answered
 
 MOST_WORKERS = 16
 IDLE_S = 60.0
+_END_S = 10.0  # how long a terminated worker may take to end
 _FEW = 2  # for up to this many kernels starting workers takes longer than compiling
 
 
@@ -46,6 +47,11 @@ class Workers:
             for _ in range(count)
         ]
 
+    @property
+    def alive(self) -> bool:
+        """Whether all workers run; Ctrl-C in a terminal ends them."""
+        return all(process.poll() is None for process in self._processes)
+
     def compile(self, specifications: Sequence[Specification]) -> list[Compiled | None]:
         """Compile all; the result is None where that failed. If a worker dies, the others take over its share."""
         jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -61,45 +67,58 @@ class Workers:
                     at = jobs.get_nowait()
                 except queue.Empty:
                     return
+                request = specifications[at].text() + "\n"
                 try:
-                    process.stdin.write(specifications[at].text() + "\n")
+                    process.stdin.write(request)
                     process.stdin.flush()
-                    answer = process.stdout.readline()
-                except (BrokenPipeError, ValueError):  # it died, or was closed
+                    done[at] = answered(request, process.stdout.readline())
+                except (BrokenPipeError, ValueError):  # it died, was closed, or would mix up its next answers, too
+                    process.kill()
                     return
-                if not answer:
-                    return
-                done[at] = answered(answer)
 
         with self._lock:  # a worker answers one request at a time
             threads = [threading.Thread(target=feed, args=(process,), daemon=True) for process in self._processes]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            try:
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            except BaseException:  # such as KeyboardInterrupt; the threads end with the workers
+                self._end()
+                raise
         return done
 
     def close(self) -> None:
         """End the workers once current compilations are done."""
         with self._lock:
-            for process in self._processes:
-                if process.stdin is not None:
-                    with contextlib.suppress(BrokenPipeError):  # it died
-                        process.stdin.close()
-            for process in self._processes:
-                process.wait()
+            self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.terminate()  # closing its input would not end it: a forked child may have a copy of the pipe
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            process.kill()
 
 
 class _Shared:
     """The workers of this process, and the timer that ends them."""
 
     def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # the workers belong to the parent
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._workers: Workers | None = None
         self._timer: threading.Timer | None = None
 
     def get(self) -> Workers:
         with self._lock:
+            if self._workers is not None and not self._workers.alive:
+                self._workers.close()
+                self._workers = None
             if self._workers is None:
                 self._workers = Workers(_count())
                 atexit.register(self.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,21 @@ def test_missing_kernels_are_compiled_in_one_file_per_core(tmp_path: Path):
     for at in range(9):  # every kernel calls its own helper
         launchers[f"plus_{at}"](y, x, 5)
         assert torch.equal(y, x + at)
+
+
+def test_the_library_of_several_kernels_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpp_launch.os, "sched_getaffinity", lambda _: range(2))
+    load_kernels([with_a_helper(at) for at in range(9)], tmp_path)
+    assert sum("launchers" not in library.parts for library in tmp_path.rglob("*.so")) == 2
+
+
+def test_kernels_whose_file_is_gone_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpp_launch.os, "sched_getaffinity", lambda _: range(2))
+    load_kernels([with_a_helper(at) for at in range(9)], tmp_path)
+    shutil.rmtree(tmp_path / "files")
+    x, y = torch.arange(5.0), torch.empty(5)
+    load_kernels([with_a_helper(3)], tmp_path)["plus_3"](y, x, 5)
+    assert torch.equal(y, x + 3)
 
 
 def test_a_comment_that_ends_with_a_backslash_does_not_hide_the_next_line(tmp_path: Path):

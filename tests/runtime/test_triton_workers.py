@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +110,64 @@ def test_a_worker_that_dies_leaves_its_kernels_to_the_launcher(tmp_path: Path):
         process.wait()
     assert workers.compile([each.what for each in three(tmp_path).values()]) == [None, None, None]
     workers.close()
+
+
+def test_workers_that_died_are_replaced(tmp_path: Path, two_workers: None):
+    triton_workers.start()
+    for process in triton_workers._shared._workers._processes:
+        process.kill()
+        process.wait()
+    assert None not in triton_workers.compile_all([each.specification(tmp_path) for each in three(tmp_path).values()])
+
+
+def test_an_answer_to_another_request_is_not_used(tmp_path: Path):
+    workers = triton_workers.Workers(1)
+    (process,) = workers._processes
+    first, *others = [each.specification(tmp_path) for each in three(tmp_path).values()]
+    process.stdin.write(first.text() + "\n")
+    assert workers.compile(others) == [None, None]
+    assert process.wait(20)
+
+
+def test_what_triton_prints_is_not_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NVPTX_ENABLE_DUMP", "1")
+    workers = triton_workers.Workers(1)
+    assert None not in workers.compile([each.specification(tmp_path) for each in three(tmp_path).values()])
+    workers.close()
+
+
+def test_an_interrupted_compilation_ends_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    workers = triton_workers.Workers(1)
+    monkeypatch.setattr(threading.Thread, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        workers.compile([each.specification(tmp_path) for each in three(tmp_path).values()])
+    assert all(process.poll() is not None for process in workers._processes)
+
+
+def test_workers_end_while_a_forked_child_lives():
+    """A data loader's processes are such children, and have copies of all pipes."""
+    workers = triton_workers.Workers(1)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    child.start()
+    closing = threading.Thread(target=workers.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    still_closing = closing.is_alive()
+    child.kill()
+    assert not still_closing
+    assert all(process.poll() is not None for process in workers._processes)
+
+
+def test_a_forked_child_has_no_workers(two_workers: None):
+    triton_workers.start()
+    child = os.fork()
+    if not child:
+        os._exit(triton_workers._shared.running)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert triton_workers._shared.running
 
 
 def test_cached_kernels_need_no_workers(tmp_path: Path, two_workers: None):

@@ -24,4 +24,4 @@ def memory_of(node: Node) -> frozenset[StorageWeakRef]:
     Empty for values without storage: numbers, other objects, sparse tensors.
     """
     tensors = plain_tensors([node.meta.get("example_value")])
-    return frozenset(StorageWeakRef(storage_of(tensor)) for tensor in tensors if tensor.layout == torch.strided)
+    return frozenset(StorageWeakRef(storage_of(tensor)) for tensor in tensors)

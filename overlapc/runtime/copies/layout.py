@@ -104,7 +104,8 @@ def _placed(events: tuple[Event, ...]) -> Layout:
 
 
 def _packed(events: Sequence[Event]) -> dict[int, Slot]:
-    """Return slots in which tensors held at the same time do not overlap: the smallest of a few placements.
+    """Return slots in which tensors held at the same time do not overlap: the smallest of a few placements, or the
+    first that takes no more memory than is held at once.
 
     A placement puts each tensor in turn at the lowest free offset. The initial orders are that of the takes, and
     largest first; for each next placement the tensor that ended highest moves before all that are held with it.
@@ -112,12 +113,14 @@ def _packed(events: Sequence[Event]) -> dict[int, Slot]:
     sizes: dict[int, int] = {}
     concurrent: dict[int, set[int]] = {}  # tensor -> the tensors that are held at the same time
     held: set[int] = set()
+    lower_bound = 0
     for event in events:
         if isinstance(event, Take):
             sizes[event.tensor], concurrent[event.tensor] = aligned(event.bytes), set(held)
             for other in held:
                 concurrent[other].add(event.tensor)
             held.add(event.tensor)
+            lower_bound = max(lower_bound, HEAD_BYTES + sum(sizes[tensor] for tensor in held))
         elif isinstance(event, Release):
             held.discard(event.tensor)
     best: dict[int, Slot] = {}
@@ -134,6 +137,8 @@ def _packed(events: Sequence[Event]) -> dict[int, Slot]:
             end = slots[highest].offset + slots[highest].bytes
             if end < least:
                 best, least = slots, end
+            if least == lower_bound:
+                return best
             order.remove(highest)
             order.insert(next((at for at, other in enumerate(order) if other in concurrent[highest]), 0), highest)
     return best

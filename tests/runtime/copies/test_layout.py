@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlapc.runtime.copies.commands import HEAD_BYTES
-from overlapc.runtime.copies.layout import Event, Release, Start, Take, check, common, from_text, place, to_text
+from overlapc.runtime.copies.layout import (
+    Event,
+    Release,
+    Start,
+    Take,
+    _first_gap,
+    check,
+    common,
+    from_text,
+    place,
+    to_text,
+)
 
 
 @st.composite
@@ -67,6 +78,18 @@ def test_a_slot_may_be_taken_before_its_start_which_says_what_was_released_since
     layout = place([*a_start(0, 1024), Take(1, 512), Release(0), Take(2, 512), Start((1, 2)), Release(2), Release(1)])
     assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 1024, 0]
     assert (layout.begins[1].settled, layout.begins[1].needed) == (0, 0)
+
+
+def test_no_placement_is_tried_after_one_without_gaps(monkeypatch: pytest.MonkeyPatch):
+    placed = []
+
+    def first_gap(held: list[tuple[int, int]], size: int) -> int:
+        placed.append(size)
+        return _first_gap(held, size)
+
+    monkeypatch.setattr("overlapc.runtime.copies.layout._first_gap", first_gap)
+    place([*a_start(0, 4096), *a_start(1, 512), *a_start(2, 2048), Release(2), Release(1), Release(0)])
+    assert placed == [4096, 512, 2048]
 
 
 EVENTS = [*a_start(0, 1024), *a_start(1, 512), Release(0), *a_start(2, 1024), Release(1), Release(2)]
