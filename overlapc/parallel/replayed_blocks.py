@@ -92,8 +92,18 @@ class _KeyRead:
 
 def _keys_read(tx: Any) -> list[_KeyRead]:
     """Return the keys that Dynamo has read so far, to be appended to."""
-    found: list[_KeyRead] = vars(tx.output.root_tracer).setdefault(_KEYS, [])
+    found: list[_KeyRead] = _noted(tx, _KEYS, list)
     return found
+
+
+def _noted(tx: Any, name: str, make: Callable[[], Any]) -> Any:
+    """Return what is noted under `name` about the graph that Dynamo traces, until it has traced it: the tracer lives as
+    long as Python's garbage collector pleases, and guards refer to parameters, which could not be moved until then."""
+    notes = vars(tx.output.root_tracer)
+    if name not in notes:
+        notes[name] = make()
+        tx.output.add_cleanup_hook(partial(notes.pop, name, None))
+    return notes[name]
 
 
 class _Call(UserFunctionVariable):
@@ -104,7 +114,7 @@ class _Call(UserFunctionVariable):
             inputs = _Inputs.of(tx, args, kwargs)
         except Unfit:
             return super().call_function(tx, args, kwargs)
-        blocks = vars(tx.output.root_tracer).setdefault(_BLOCKS, {}).setdefault(inputs.form, [])
+        blocks = _noted(tx, _BLOCKS, dict).setdefault(inputs.form, [])
         for block in blocks:
             with suppress(Unfit):
                 result = block.replayed(tx, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -557,3 +558,15 @@ def test_constant_arguments_that_are_equal_but_not_the_same_are_distinguished():
             return self.up(x) / zero
 
     once(sharded(Signed(Copying)), 2)
+
+
+def test_parameters_may_be_moved_after_tracing():
+    """torch moves a DTensor by swapping it, which it refuses while anything refers to it weakly, as guards do."""
+    model = sharded(Model())
+    gc.disable()
+    try:
+        torch.compile(model, backend="aot_eager")(torch.ones(2, DIM))
+        model.to(torch.bfloat16)
+    finally:
+        gc.enable()
+    assert model.layers[0].up.weight.dtype is torch.bfloat16
