@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlapc.errors import ConfigError
-from overlapc.fx.comm.claim import claimed
+from overlapc.fx.comm.claim import claimable, claimed
 from overlapc.parallel.gather import ShardedParam, accumulate_reduced, due, reduce_with, unsynced_leaf
 from overlapc.parallel.nested import map_tensors
 
@@ -48,12 +48,19 @@ class Pending:
             self.wanted = torch.ones((), dtype=torch.bool, device=some.device)
             self.end = torch.empty(0, device=some.device, requires_grad=True)
             self.end.register_post_accumulate_grad_hook(self._reduced)
+            with torch.enable_grad():
+                self.end_node = torch.autograd.graph.get_gradient_edge(self.end).node
+            claimable[self.wanted.data_ptr()] = self
 
     def take(self) -> Gradients:
         """Return the gradients unless they are reduced already; they are no longer pending."""
         taken = self.gradients
         self.hold({})
         return taken if taken and claimed(self.wanted) else {}
+
+    def reduce_at_end(self) -> None:
+        """Reduce them when the backward that runs has ended."""
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: reduce_all(self.take()))
 
     def _reduced(self, end: Tensor) -> None:
         end.grad = None

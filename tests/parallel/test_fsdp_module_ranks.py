@@ -351,6 +351,33 @@ def stage(mesh: DeviceMesh) -> Any:
     return model
 
 
+def of_inputs(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Like adversarial training: ask for the gradient of an input alone between a micro-batch whose gradients are held
+    back and the one that reduces them."""
+    hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model.set_requires_gradient_sync(False)
+    losses = [model(hidden).square().mean()]
+    losses[0].backward()
+    model.set_requires_gradient_sync(True)
+    hidden = hidden.flip(0).requires_grad_()
+    (grad,) = torch.autograd.grad(model(hidden).square().mean(), hidden)
+    losses.append(model(hidden.detach() + grad.sign() / 8).square().mean())
+    losses[1].backward()
+    return losses
+
+
+def of_some_parameters(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Let the last micro-batch accumulate gradients of some parameters only."""
+    hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model.set_requires_gradient_sync(False)
+    losses = [model(hidden).square().mean()]
+    losses[0].backward()
+    model.set_requires_gradient_sync(True)
+    losses.append(model(hidden.flip(0)).square().mean())
+    losses[1].backward(inputs=list(model.parameters())[-2:])
+    return losses
+
+
 CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any]]] = {
     "in place, eager": (tiny, in_place, eager),
     "in place, compiled": (tiny, in_place, compiled),
@@ -374,6 +401,10 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any
     "twice, eager": (tiny, twice, eager),
     "twice, compiled": (tiny, twice, compiled),
     "one of two results, model.compile": (scoring, one_of_two_results, compiled_in_place),
+    "of inputs, eager": (stage, of_inputs, eager),
+    "of inputs, compiled": (stage, of_inputs, compiled),
+    "of some parameters, eager": (stage, of_some_parameters, eager),
+    "of some parameters, model.compile": (stage, of_some_parameters, compiled_in_place),
     "method, eager": (with_method, method, eager),
     "method, compiled": (with_method, method, compiled_method),
     "method with eager code, compiled": (partial(with_method, kind=EncodingEagerly), method, compiled_method),
