@@ -13,7 +13,7 @@ overlapc's `fully_shard` then manages: existing optimizers and checkpoints keep 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -84,6 +84,13 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
                 " reshard_after_forward=False communicates as much and uses less memory (torchtitan:"
                 " parallelism.data_parallel_shard_degree)"
             )
+        if not group.reduce_grads:
+            raise ConfigError(
+                f"adopt_fsdp2: {where} does not reduce its gradients now; call adopt_fsdp2 before"
+                " set_requires_gradient_sync(False), which the adopted model has, too"
+            )
+        if getattr(group, "reduce_scatter_unused_params", False):
+            raise ConfigError(f"adopt_fsdp2: {where}: {REFUSED['set_reduce_scatter_unused_params']}")
         if group._all_reduce_hook is not None:
             raise ConfigError(f"adopt_fsdp2: {where} has an all-reduce hook: {REFUSED['set_all_reduce_hook']}")
         if getattr(group.mesh_info, "is_spmd_mesh", False):
@@ -128,6 +135,7 @@ def _adopt(state: Any) -> None:
     for group in fsdp2_groups(state):
         group._to_sharded()
     release_fsdp2(state)  # first: it restores the modules' classes, from which ours are derived
+    places = _places(modules)
     found: list[ShardGroup] = []  # one per mesh; none if inner calls took all parameters
     for group in fsdp2_groups(state):
         mesh = group.mesh_info.mesh
@@ -138,7 +146,8 @@ def _adopt(state: Any) -> None:
         for param in group.fsdp_params:
             info = param._module_info
             dim = param.fsdp_placement.dim
-            part, name = _path_of(info.module, info.param_name, modules)
+            part, path = places.get(info.module, (0, ""))
+            name = f"{path}.{info.param_name}" if path else info.param_name
             sharded = sharding.describe(name, param.sharded_param, dim, param._orig_size[dim], part)
             _manage(info, dataclasses.replace(sharded, divisor=group.gradient_divide_factor))
     for part, module in enumerate(modules):
@@ -152,13 +161,13 @@ def _manage(info: Any, sharded: ShardedParam) -> None:
         manage(module, {name: sharded})
 
 
-def _path_of(owner: nn.Module, name: str, modules: tuple[nn.Module, ...]) -> tuple[int, str]:
-    """Return which of the modules given to `fully_shard` holds the parameter (an index), and its name from there."""
+def _places(modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[int, str]]:
+    """Return for each module which of `modules`, those given to `fully_shard`, it lies in (an index), and its path."""
+    places: dict[nn.Module, tuple[int, str]] = {}
     for part, module in enumerate(modules):
         for path, inner in module.named_modules():
-            if inner is owner:
-                return part, f"{path}.{name}" if path else name
-    return 0, name
+            places.setdefault(inner, (part, path))
+    return places
 
 
 def _reshard_after_forward(state: Any, group: Any) -> bool | int | None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from overlapc.errors import ConfigError
 from overlapc.parallel.access import groups_of, make_group, manage, name_groups
@@ -40,7 +39,8 @@ def fully_shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
 ) -> _Modules:
     """Shard the parameters of `module` that no inner call manages, in place, and return `module`.
@@ -51,20 +51,27 @@ def fully_shard(
         same root mesh.
     mp_policy: torch's policy; `param_dtype` and `reduce_dtype` set its fields of the same name.
     reshard_after_forward: True gathers again in backward, False keeps the gathered parameters, an int keeps
-        them sharded over that many ranks. None, like FSDP2: True, but False for the outermost module.
-        Eager code always keeps gathered parameters for backward.
+        them sharded over that many ranks (in a forward that is not one graph: like True). None, like FSDP2: True, but
+        False for the outermost module.
     shard_placement_fn: returns the dim to shard a parameter on, as `Shard(dim)`, or None for dim 0. Other dims must
-        divide evenly, and cost a copy of the gathered parameter and of its gradient.
+        divide evenly, and cost a copy of the gathered parameter and of its gradient. torch's `ShardPlacementResult`
+        is accepted if it names no other mesh.
+    offload_policy: only FSDP2's default, which offloads nothing.
     ignored_params: neither sharded nor reduced.
 
     Compile the outermost module. If blocks are compiled one by one, each block is a recompile (the graph contains the
-    names of its parameters), and Dynamo stops after `torch._dynamo.config.recompile_limit` of them. Code that runs
-    eagerly within a forward (after a graph break, or under `torch.compiler.disable`) gathers the parameters it reads.
+    names of its parameters), and Dynamo stops after `torch._dynamo.config.recompile_limit` of them. A module whose
+    forward is not one graph (it runs eagerly, or breaks the graph) gathers all its parameters when it begins.
 
     Raises ConfigError for a mesh, module, parameter or option that cannot be used.
     """
     modules = _checked(module)
     policy = _policy(mp_policy, param_dtype, reduce_dtype)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise ConfigError(
+            "fully_shard: overlapc does not support CPU offload; leave out offload_policy, and save memory with"
+            " memory_budget or activation checkpointing"
+        )
     mesh = _default_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"fully_shard: mesh={mesh!r} is not a DeviceMesh; make one with init_device_mesh(...)")
@@ -82,8 +89,8 @@ def fully_shard(
             # Tied parameters stay tied; a parameter tied across groups belongs to the group that was made first.
             known = replaced_by(param)
             if known is None:
-                placed = shard_placement_fn(param) if shard_placement_fn else None
-                known = sharding.shard(_joined(path, name), param, 0 if placed is None else placed.dim, part)
+                dim = _placed(shard_placement_fn(param), mesh) if shard_placement_fn else 0
+                known = sharding.shard(_joined(path, name), param, dim, part)
                 replace_by(param, _joined(path, name), known)
             owner._parameters[name], mine[name] = known
         manage(owner, mine)
@@ -125,6 +132,18 @@ def _policy(
         param_dtype=param_dtype or policy.param_dtype,
         reduce_dtype=reduce_dtype or policy.reduce_dtype,
     )
+
+
+def _placed(placement: Any, mesh: DeviceMesh) -> int:
+    """Return the dim that a `shard_placement_fn` chose by a Shard, None, or torch's ShardPlacementResult."""
+    other = getattr(placement, "mesh_info", None)
+    if other is not None and other.mesh != mesh:
+        raise ConfigError(
+            f"fully_shard: shard_placement_fn places a parameter on {other.mesh}, not on mesh={mesh}; call fully_shard"
+            " for the modules of each mesh, or shard with FSDP2 and call adopt_fsdp2"
+        )
+    placement = getattr(placement, "placement", placement)
+    return 0 if placement is None else int(placement.dim)
 
 
 def _default_mesh() -> DeviceMesh:

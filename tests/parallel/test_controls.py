@@ -211,6 +211,14 @@ def test_an_all_reduce_hook_is_refused_also_before_adoption():
         adopt_fsdp2(model)
 
 
+def test_a_model_that_does_not_reduce_its_gradients_is_not_adopted():
+    model = shard(Tiny(), apply=fsdp2.fully_shard)
+    model.layers[0].set_requires_gradient_sync(False)
+    with pytest.raises(ConfigError, match=r"layers\.0 does not reduce its gradients now; call adopt_fsdp2 before"):
+        adopt_fsdp2(model)
+    assert isinstance(model.layers[0], fsdp2.FSDPModule)
+
+
 @pytest.mark.parametrize("adopted", [False, True])
 def test_a_control_of_one_module_changes_all_that_were_sharded_with_it(adopted):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))

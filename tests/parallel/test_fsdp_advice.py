@@ -70,6 +70,9 @@ def test_modules_that_cannot_be_adopted_are_an_error_with_an_alternative():
     offload = fsdp2.CPUOffloadPolicy(pin_memory=False)
     with pytest.raises(ConfigError, match="leave out offload_policy"):
         adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=offload))
+    with pytest.raises(ConfigError, match="leave out offload_policy"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=offload)
+    fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=fsdp2.OffloadPolicy())
 
 
 @pytest.mark.skipif(not hasattr(_fsdp_param, "_get_orig_param_uid"), reason="torch 2.11's FSDP2 does not notice it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import fsdp as fsdp2
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from overlapc.errors import ConfigError
 from overlapc.fx.comm.collectives import find_collectives
 from overlapc.fx.comm.labels import label_of
 from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard
@@ -588,3 +590,20 @@ def test_reading_a_parameter_in_two_checkpoints_gathers_and_reduces_it_once():
     assert gathers(recorder.forward[0]) == ["a.weight"]
     assert gathers(recorder.backward[0]) == ["a.weight"]
     assert ops(recorder.backward[0]).count("reduce_scatter_tensor") == 1
+
+
+def test_a_placement_function_may_return_torchs_placement_result():
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch 2.13 has it first")
+    mesh = mesh_1d()
+
+    def on(mesh: DeviceMesh) -> Any:
+        info = common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
+        return lambda param: common.ShardPlacementResult(placement=Shard(1), mesh_info=info)
+
+    sharded = fully_shard(nn.Linear(8, 8, bias=False), mesh=mesh, shard_placement_fn=on(mesh))
+    assert sharded._parameters["weight"].placements == (Shard(1),)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    with pytest.raises(ConfigError, match=r"shard_placement_fn places a parameter on .*, not on mesh="):
+        fully_shard(nn.Linear(8, 8), mesh=mesh, shard_placement_fn=on(other))
