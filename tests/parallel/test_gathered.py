@@ -112,8 +112,8 @@ class Net(nn.Module):
 
 
 def data() -> tuple[Tensor, Tensor]:
-    rank = dist.get_rank()
-    tokens = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    rank, device = dist.get_rank(), torch.get_default_device()
+    tokens = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank), device="cpu").to(device)
     return tokens, torch.tensor([[0, 1, 2, 0], [1, 1, 1, 1]][rank])  # no rank chooses expert 3
 
 
@@ -202,7 +202,7 @@ EAGER_ONLY = ("gradient penalty", "threads")
 
 def averaged(grad: Tensor | None) -> Tensor | None:
     """Return the mean of the ranks' gradients; None if no rank has one."""
-    has = torch.tensor(float(grad is not None))
+    has = torch.tensor(float(grad is not None))  # on the default device
     dist.all_reduce(has)
     if not has:
         return None
@@ -215,13 +215,13 @@ def averaged(grad: Tensor | None) -> Tensor | None:
 
 
 def error(case: str, compiled: bool) -> float:
-    """Return the largest difference of a gradient from that of the model that is not sharded."""
+    """Return the largest difference of a gradient from that of the model that is not sharded, on the default device."""
     layer, how, program = CASES[case]
     torch.manual_seed(0)
     torch._dynamo.reset()
     plain = Net(layer, how)
     net = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("dp",))
     for each in net.layers:
         overlapc.fully_shard(each, mesh=mesh)
     overlapc.fully_shard(net, mesh=mesh)
@@ -237,8 +237,9 @@ def error(case: str, compiled: bool) -> float:
     return largest
 
 
-def errors(compiled: bool) -> dict[str, float]:
+def errors(compiled: bool, device: str = "cpu") -> dict[str, float]:
     torch.set_num_threads(1)
+    torch.set_default_device(device)
     return {case: error(case, compiled) for case in CASES if not compiled or case not in EAGER_ONLY}
 
 
