@@ -27,7 +27,7 @@ from overlapc.errors import ConfigError
 from overlapc.fx.comm.claim import CLAIM
 from overlapc.fx.comm.labels import ParamLabel, annotate
 from overlapc.fx.versions.changes import only_in_backward
-from overlapc.runtime.collective_ops import backend_of, gloo_all_gather
+from overlapc.runtime.collective_ops import backend_of, gloo_all_gather, gloo_all_gathers
 
 _ops = torch.ops._c10d_functional
 
@@ -345,10 +345,19 @@ class _Behind(torch.autograd.Function):
 
 
 def gather_all(shards: Sequence[Tensor], params: Sequence[ShardedParam]) -> list[Tensor]:
-    """Gather several local shards eagerly; all gathers are in flight at the same time."""
+    """Gather several local shards eagerly, those over the same ranks by one launch."""
     with torch.no_grad(), torch.inference_mode(False):
-        started = [_started(shard, param) for shard, param in zip(shards, params, strict=True)]
-        return [_arrived(*each) for each in zip(started, shards, params, strict=True)]
+        sent = [_sent(shard, param) for shard, param in zip(shards, params, strict=True)]
+        whole = list(sent)
+        for axis, at in _by_axis(params):
+            if axis.size > 1:
+                gather = gloo_all_gathers if _is_gloo(axis, sent[at[0]]) else _ops.all_gather_into_tensor_coalesced
+                for each, started in zip(at, gather([sent[each] for each in at], axis.size, axis.group), strict=True):
+                    whole[each] = started
+        return [
+            _arranged(_waited(each, param), shard, param)
+            for each, shard, param in zip(whole, shards, params, strict=True)
+        ]
 
 
 def reduce_used(grads: Sequence[Tensor | None], params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Any]:
@@ -357,14 +366,43 @@ def reduce_used(grads: Sequence[Tensor | None], params: Sequence[ShardedParam], 
     grads: the full gradients, or None for a parameter that this rank did not use. Every rank must call this.
     """
     used = _used_by_any([grad is not None for grad in grads], params[0].group, shards[0].device)
-    parts: list[Tensor | None] = []
-    for grad, param, shard, is_used in zip(grads, params, shards, used, strict=True):
-        if grad is None and is_used:
-            shape = [*shard.shape]
-            shape[param.dim] = param.length
-            grad = shard.new_zeros(shape, dtype=param.computed_dtype(shard))
-        parts.append(None if grad is None else _reduce(grad, param, shard.dtype))
+    parts: list[Tensor | None] = [None] * len(params)
+    prepared: dict[str, dict[int, tuple[Tensor, float]]] = {}  # by kind of reduction, then by position
+    for at, (grad, param, shard) in enumerate(zip(grads, params, shards, strict=True)):
+        if used[at]:
+            if grad is None:
+                shape = [*shard.shape]
+                shape[param.dim] = param.length
+                grad = shard.new_zeros(shape, dtype=param.computed_dtype(shard))
+            reduction, tensor, after = _prepared(grad, param)
+            prepared.setdefault(reduction, {})[at] = tensor, after
+    axis, replicate = params[0].group.axis, params[0].group.replicate
+    for reduction, tensors in prepared.items():
+        reduced = [tensor for tensor, _ in tensors.values()]
+        if axis.size > 1:
+            if _is_gloo(axis, reduced[0]):
+                started = [_ops.reduce_scatter_tensor(each, reduction, axis.size, axis.group) for each in reduced]
+            else:
+                started = _ops.reduce_scatter_tensor_coalesced(reduced, reduction, axis.size, axis.group)
+            reduced = [_ops.wait_tensor(each) for each in started]
+        if replicate is not None and replicate.size > 1:
+            started = [_ops.all_reduce(each, reduction, replicate.group) for each in reduced]
+            reduced = [_ops.wait_tensor(each) for each in started]
+        for (at, (_, after)), part in zip(tensors.items(), reduced, strict=True):
+            parts[at] = _finished(part, after, params[at], shards[at].dtype)
     return parts
+
+
+def _by_axis(params: Sequence[ShardedParam]) -> list[tuple[Axis, list[int]]]:
+    """Return the axes of `params` with the positions of the parameters that are sharded over each."""
+    found: dict[Axis, list[int]] = {}
+    for at, param in enumerate(params):
+        found.setdefault(param.group.axis, []).append(at)
+    return list(found.items())
+
+
+def _is_gloo(axis: Axis, tensor: Tensor) -> bool:
+    return backend_of(axis.group, tensor.device.type) == "gloo"
 
 
 def _used_by_any(used: list[bool], group: ShardGroup, device: torch.device) -> list[bool]:
@@ -380,31 +418,32 @@ def _used_by_any(used: list[bool], group: ShardGroup, device: torch.device) -> l
 
 def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     """Gather the local shard, cast before so that the all-gather moves fewer bytes."""
-    return _arrived(_started(shard, param), shard, param)
+    axis, whole = param.group.axis, _sent(shard, param)
+    if axis.size > 1:
+        # Eager code over gloo needs `gloo_all_gather`; while a graph is traced, every tensor is a subclass.
+        apart = type(whole) is Tensor and _is_gloo(axis, whole)
+        gather = gloo_all_gather if apart else _ops.all_gather_into_tensor
+        whole = gather(whole, axis.size, axis.group)
+    return _arranged(_waited(whole, param), shard, param)
 
 
-def _started(shard: Tensor, param: ShardedParam) -> Tensor:
-    """Start to gather the local shard; return the result, which is in flight."""
-    axis = param.group.axis
+def _sent(shard: Tensor, param: ShardedParam) -> Tensor:
+    """Return what this rank sends for the gathered parameter."""
     # Cast after padding, and in `_reduce` before it is taken away: all ranks then compute tensors of the same size, and
     # plan the same kernels. A rank whose shard has no rows would have a call that makes an empty tensor instead.
     full = _pad(shard, param.chunk) if param.uneven else shard
     full = full.to(param.computed_dtype(shard))
-    if axis.size > 1:
-        # Eager code over gloo needs `gloo_all_gather`; while a graph is traced, every tensor is a subclass.
-        apart = type(full) is Tensor and backend_of(axis.group, full.device.type) == "gloo"
-        gather = gloo_all_gather if apart else _ops.all_gather_into_tensor
-        full = gather(full.contiguous(), axis.size, axis.group)
-    return full
+    return full.contiguous() if param.group.axis.size > 1 else full
 
 
-def _arrived(full: Tensor, shard: Tensor, param: ShardedParam) -> Tensor:
-    """Wait for what `_started` returned, and return the gathered parameter."""
-    axis = param.group.axis
-    if axis.size > 1:
-        full = _ops.wait_tensor(full)
+def _waited(whole: Tensor, param: ShardedParam) -> Tensor:
+    return _ops.wait_tensor(whole) if param.group.axis.size > 1 else whole
+
+
+def _arranged(full: Tensor, shard: Tensor, param: ShardedParam) -> Tensor:
+    """Return the gathered parameter, given the shards of all ranks one after the other."""
     if param.dim:
-        full = full.unflatten(0, (axis.size, -1)).movedim(0, param.dim).flatten(param.dim, param.dim + 1)
+        full = full.unflatten(0, (param.group.axis.size, -1)).movedim(0, param.dim).flatten(param.dim, param.dim + 1)
     if param.uneven:
         full = full.narrow(0, 0, param.length)
     return full.view_as(full) if full is shard else full
@@ -413,6 +452,17 @@ def _arrived(full: Tensor, shard: Tensor, param: ShardedParam) -> Tensor:
 def _reduce(grad: Tensor, param: ShardedParam, dtype: torch.dtype) -> Tensor:
     """Return this rank's part of the gathered parameter's gradient, averaged over data-parallel ranks, as `dtype`."""
     axis, replicate = param.group.axis, param.group.replicate
+    reduction, grad, after = _prepared(grad, param)
+    if axis.size > 1:
+        grad = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad, reduction, axis.size, axis.group))
+    if replicate is not None and replicate.size > 1:
+        grad = _ops.wait_tensor(_ops.all_reduce(grad, reduction, replicate.group))
+    return _finished(grad, after, param, dtype)
+
+
+def _prepared(grad: Tensor, param: ShardedParam) -> tuple[str, Tensor, float]:
+    """Return (reduction, what this rank adds to it, divisor after it)."""
+    axis = param.group.axis
     if param.reduce_dtype is not None:
         grad = grad.to(param.reduce_dtype)
     reduction, before, after = param.mean(grad)
@@ -422,14 +472,15 @@ def _reduce(grad: Tensor, param: ShardedParam, dtype: torch.dtype) -> Tensor:
         grad = _pad(grad, param.chunk * axis.size)
     if param.dim:
         grad = grad.unflatten(param.dim, (axis.size, -1)).movedim(param.dim, 0).flatten(0, 1)
-    if axis.size > 1:
-        grad = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad.contiguous(), reduction, axis.size, axis.group))
-    if replicate is not None and replicate.size > 1:
-        grad = _ops.wait_tensor(_ops.all_reduce(grad, reduction, replicate.group))
+    return reduction, grad.contiguous() if axis.size > 1 else grad, after
+
+
+def _finished(part: Tensor, after: float, param: ShardedParam, dtype: torch.dtype) -> Tensor:
+    """Return this rank's part of the gradient, given its part of the reduction."""
     if after != 1:
-        grad = grad / after
-    grad = grad.to(dtype)
-    return grad.narrow(0, 0, param.local) if param.uneven else grad
+        part = part / after
+    part = part.to(dtype)
+    return part.narrow(0, 0, param.local) if param.uneven else part
 
 
 def _pad(tensor: Tensor, rows: int) -> Tensor:
