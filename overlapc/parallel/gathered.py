@@ -28,6 +28,7 @@ from overlapc.fx.versions.dynamo import never_compiled_alone
 from overlapc.fx.versions.sharding import in_backward
 from overlapc.parallel.controls import modules_of
 from overlapc.parallel.gather import ShardedParam, as_parameter, gather_all, reduce_used, with_due
+from overlapc.parallel.gather_stream import gather_stream
 from overlapc.parallel.nested import map_tensors
 from overlapc.parallel.unreduced import managed
 
@@ -57,9 +58,10 @@ _never_compiled = torch.compiler.disable(reason="gathers parameters for a forwar
 @_never_compiled
 def unshard(module: Any) -> None:
     """Gather the parameters of `module`'s groups and keep them; every rank must call this."""
-    gathered = _of(module)
+    gathered = _of(module, follow_compute=True)
     gathered.kept = True
     gathered.connect(None)
+    gathered.leave()
 
 
 def reshard(module: Any) -> None:
@@ -95,6 +97,7 @@ def run_gathered(module: Any, call: Callable[..., Any], args: Any, kwargs: Any) 
         output = call(*args, **kwargs)
     except BaseException:
         forward.stop()
+        forward.gathered.leave()
         raise
     finally:
         _this_thread.forwards -= 1
@@ -107,7 +110,10 @@ never_compiled_alone(run_gathered)
 @_never_compiled
 def begin_forward(module: Any) -> Forward:
     """Gather the parameters of `module`, and make them readable, for a forward that is not one graph."""
-    return Forward(_of(module), module.__dict__.get("_overlapc_running"), module)
+    is_outermost = not in_forward() and not in_backward()
+    if is_outermost:
+        _this_thread.latest = None
+    return Forward(_of(module, is_outermost), module.__dict__.get("_overlapc_running"), module)
 
 
 def end_forward(module: Any, output: Any) -> Any:
@@ -125,13 +131,18 @@ def in_forward() -> bool:
     return bool(getattr(_this_thread, "forwards", 0))
 
 
-def _of(module: Any) -> Gathered:
-    """Return what is gathered for `module`, filled if it was empty; it may be that of a forward before its backward."""
+def _of(module: Any, follow_compute: bool) -> Gathered:
+    """Return what is gathered for `module`, filled if it was empty; it may be that of a forward before its backward.
+
+    follow_compute: whether compute issued since the last gather may have changed parameters, as optimizers do.
+    """
     last = _last.get(module)
     found = None if last is None else last()
     if found is None or not found.is_current():
         found = Gathered(module)
         _last[module] = weakref.ref(found)
+    if follow_compute:
+        found.stream.follow_compute()
     found.fill()
     return found
 
@@ -150,6 +161,9 @@ class Gathered:
         self._readable: list[tuple[Any, Readable]] = []  # with the owner of each
         self._in_backward: set[Forward] = set()
         self._must_stay = False  # whether a backward may need them without passing a result of a forward
+        device = next((full.shard.device for full in self._full.values()), None)
+        self.stream = gather_stream(device or _device_of(module))
+        self._ready: torch.cuda.Event | None = None  # the end of a gather that compute has not waited for
 
     def is_current(self) -> bool:
         """Whether no shard has changed since, as far as torch knows, and none was replaced."""
@@ -185,12 +199,30 @@ class Gathered:
         self.show(running=forward is not None)
         return nodes
 
-    def fill(self) -> None:
-        """Gather those that are not gathered, or whose memory was freed."""
+    def prefetch(self) -> None:
+        """Gather those that are not gathered, or whose memory was freed, beside compute."""
+        for full in self._full.values():
+            full.freed_after = None
         missing = [full for full in self._full.values() if full.is_empty]
-        found = gather_all([full.shard for full in missing], [full.sharded for full in missing])
-        for full, gathered in zip(missing, found, strict=True):
-            full.fill(gathered)
+
+        def gather() -> None:
+            found = gather_all([full.shard for full in missing], [full.sharded for full in missing])
+            for full, gathered in zip(missing, found, strict=True):
+                full.fill(gathered)
+
+        if missing:
+            self._ready = self.stream.run(gather)
+
+    def fill(self) -> None:
+        """Like `prefetch`, but later compute waits for it."""
+        self.prefetch()
+        if self._ready is not None:
+            self._ready.wait()
+            self._ready = None
+
+    def leave(self) -> None:
+        """Leave the memory to autograd, or to nobody: it is freed when nothing refers to it."""
+        self.stream.leave(full.tensor for full in self._full.values() if full.tensor is not None)
 
     def _leaves(self) -> dict[str, Tensor]:
         """Return the leaves where unreduced gradients accumulate, by parameter key."""
@@ -219,12 +251,17 @@ class Gathered:
         self.kept = False
         self.rest()
         if not self._must_stay:
-            for full in self._full.values():
-                full.empty()
+            self.stream.free(self._full.values())
 
     def stay(self) -> None:
-        """Leave the memory to autograd: a backward may need it without passing a result of a forward."""
+        """Keep the memory: a backward may need it without passing a result of a forward."""
         self._must_stay = True
+        self.leave()
+
+    @property
+    def is_current_or_full(self) -> bool:
+        """Whether all values are there, or can be gathered again."""
+        return all(not full.is_empty or full.is_of(full.param) for full in self._full.values())
 
     def begin_backward(self, forward: Forward) -> None:
         """Fill the storages again for the backward of `forward`."""
@@ -241,6 +278,9 @@ class Gathered:
                 )
         self.fill()
         self.show(running=True)
+        before = None if forward.before is None else forward.before()
+        if before is not None and before.gathered.is_current_or_full:
+            before.gathered.prefetch()  # its backward comes next
 
     def end_backward(self, forward: Forward) -> None:
         """Free the memory unless another backward needs it."""
@@ -268,7 +308,9 @@ class Forward:
 
     def __init__(self, gathered: Gathered, outer: Forward | None, module: Any) -> None:
         """Begin it. outer: the forward of the same module that calls this one."""
-        self._gathered = gathered
+        self.gathered = gathered
+        self.before: weakref.ref[Forward] | None = getattr(_this_thread, "latest", None)
+        _this_thread.latest = weakref.ref(self)
         self._outer = outer
         self._module = module
         if not in_backward():
@@ -280,11 +322,11 @@ class Forward:
         """End the forward, by an exception if `ended` is not called."""
         self._module.__dict__["_overlapc_running"] = self._outer
         if self._outer is None:
-            self._gathered.rest()
+            self.gathered.rest()
 
     def ended(self, output: Any, inputs: Any) -> Any:
         """End the forward and return its `output`."""
-        gathered = self._gathered
+        gathered = self.gathered
         self.stop()
         output = self._module._reduce_pending(output)
         results = [tensor for tensor in _tensors(output) if tensor.requires_grad]
@@ -297,24 +339,28 @@ class Forward:
             if wanted:
                 torch.autograd.graph.register_multi_grad_hook(wanted, lambda grads: gathered.end_backward(self))
         reshards = any(group.reshard for group in self._module._overlapc_groups)
-        if self._outer is not None or in_backward() or not reshards:
+        if self._outer is not None or in_backward():
+            return output
+        if not reshards:
+            gathered.leave()
             return output
         if results or self._nodes:
             gathered.free()
-        else:  # autograd has saved nothing, and the memory is freed as soon as nothing refers to it
+        else:  # autograd has saved nothing
             gathered.kept = False
             gathered.rest()
+            gathered.leave()
         return output
 
     def _reached(self, grad: Tensor) -> None:
-        self._gathered.begin_backward(self)
+        self.gathered.begin_backward(self)
 
     def node_ended(self) -> None:
         """Note that one of its autograd nodes has run; the backward ends with the last one."""
         self._left -= 1
         if not self._left:
             self._left = self._nodes
-            self._gathered.end_backward(self)
+            self.gathered.end_backward(self)
 
 
 class _Full:
@@ -327,6 +373,7 @@ class _Full:
         self._version = _version(self.shard)
         self._bytes = 0
         self.tensor: Tensor | None = None
+        self.freed_after: object = None
 
     def is_of(self, param: Any) -> bool:
         """Whether it was gathered from `param`, whose shard has not changed since, as far as torch knows."""
@@ -414,6 +461,11 @@ class _Connected(torch.autograd.Function):
         if ctx.forward is not None:
             ctx.forward.node_ended()
         return None, None, None, *of_shards, *of_leaves
+
+
+def _device_of(module: Any) -> torch.device:
+    """Return the device of the parameters inside of `module`, which has none of its own."""
+    return next((param.device for param in module.parameters()), torch.device("cpu"))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,0 +1,86 @@
+"""The stream of a GPU on which forwards that are not one graph gather parameters while earlier modules compute.
+
+    compute    module 1 ............ | module 2 ............ | module 3
+    gathers    2       | 3                    | 4
+
+The host issues the gather of a module when it begins the module, which is long before the GPU does. The gather waits
+for nothing but the memory that it may reuse: that of the module before the last one. So two modules hold their gathered
+parameters at a time. On a CPU all of this happens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Protocol
+
+import torch
+
+
+class Freeable(Protocol):
+    """Something whose memory is freed by a later gather."""
+
+    freed_after: object  # which `free` decided that; None if it was needed again in the meantime
+
+    def empty(self) -> None:
+        """Free the memory."""
+
+
+class GatherStream:
+    """The stream of one device, and the memory that its next gathers may reuse."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reusable_after: list[torch.cuda.Event] = []
+        self._waiting: list[tuple[list[Freeable], torch.cuda.Event]] = []  # with the end of their last use
+        self.follow_compute()
+
+    def follow_compute(self) -> None:
+        """Let later gathers begin after the compute issued so far, which may have changed what they gather."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def run(self, gather: Callable[[], None]) -> torch.cuda.Event | None:
+        """Run `gather`; return the event that its results have to wait for, if there is one."""
+        if self._stream is None:
+            gather()
+            return None
+        with torch.cuda.stream(self._stream):
+            for event in self._reusable_after:
+                self._stream.wait_event(event)
+            gather()
+            ready: torch.cuda.Event = self._stream.record_event()
+        self._reusable_after = []
+        for each, event in self._waiting:
+            for one in each:
+                if one.freed_after is event:
+                    one.freed_after = None
+                    one.empty()
+            self._reusable_after.append(event)
+        self._waiting = []
+        return ready
+
+    def free(self, used: Iterable[Freeable]) -> None:
+        """Free the memory of `used`, which the compute issued so far has used last."""
+        used = list(used)
+        if self._stream is None:
+            for one in used:
+                one.empty()
+            return
+        event = torch.cuda.current_stream(self._stream.device).record_event()
+        for one in used:
+            one.freed_after = event
+        self._waiting.append((used, event))
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave memory to whoever refers to it: it may be used again after the compute issued until it is released."""
+        if self._stream is not None:
+            compute = torch.cuda.current_stream(self._stream.device)
+            for tensor in tensors:
+                tensor.record_stream(compute)
+
+
+@cache
+def gather_stream(device: torch.device) -> GatherStream:
+    """Return the stream of `device`."""
+    return GatherStream(device)
