@@ -58,7 +58,7 @@ _never_compiled = torch.compiler.disable(reason="gathers parameters for a forwar
 @_never_compiled
 def unshard(module: Any) -> None:
     """Gather the parameters of `module`'s groups and keep them; every rank must call this."""
-    gathered = _of(module, follow_compute=True)
+    gathered = _of(module, is_outermost=True)
     gathered.kept = True
     gathered.connect(None)
     gathered.leave()
@@ -112,7 +112,7 @@ def begin_forward(module: Any) -> Forward:
     """Gather the parameters of `module`, and make them readable, for a forward that is not one graph."""
     is_outermost = not in_forward() and not in_backward()
     if is_outermost:
-        _this_thread.latest = None
+        _this_thread.latest, _this_thread.outermost = None, object()
     return Forward(_of(module, is_outermost), module.__dict__.get("_overlapc_running"), module)
 
 
@@ -131,18 +131,20 @@ def in_forward() -> bool:
     return bool(getattr(_this_thread, "forwards", 0))
 
 
-def _of(module: Any, follow_compute: bool) -> Gathered:
-    """Return what is gathered for `module`, filled if it was empty; it may be that of a forward before its backward.
+def _of(module: Any, is_outermost: bool) -> Gathered:
+    """Return what is gathered for `module`, filled if it was empty.
 
-    follow_compute: whether compute issued since the last gather may have changed parameters, as optimizers do.
+    It is shared with earlier calls within the outermost forward that runs, and with the backward that runs, but not
+    with earlier outermost forwards: torch does not know of all changes of a parameter since then (those by `.data`).
     """
-    last = _last.get(module)
+    last, outermost = _last.get(module), getattr(_this_thread, "outermost", None)
     found = None if last is None else last()
-    if found is None or not found.is_current():
+    if found is None or not found.is_current() or not (found.kept or in_backward() or found.outermost is outermost):
         found = Gathered(module)
+        found.outermost = outermost
         _last[module] = weakref.ref(found)
-    if follow_compute:
-        found.stream.follow_compute()
+    if is_outermost:
+        found.stream.follow_compute()  # an optimizer may have changed the parameters
     found.fill()
     return found
 
@@ -154,6 +156,7 @@ class Gathered:
         """Describe them; `fill` gathers them."""
         self.module = weakref.ref(module)
         self.kept = False  # whether `unshard` asked for them, so that a forward without gradients leaves them
+        self.outermost: object = None  # identifies the outermost forward that they were gathered in
         self._reads = list(_reads(module))
         self._full: dict[str, _Full] = {}  # by parameter key, which tied parameters share
         for _, _, sharded, param in self._reads:
@@ -370,14 +373,14 @@ class _Full:
         self.param = param
         self.sharded = sharded
         self.shard = param.to_local().detach()
-        self._version = _version(self.shard)
+        self._version = _version(param)
         self._bytes = 0
         self.tensor: Tensor | None = None
         self.freed_after: object = None
 
     def is_of(self, param: Any) -> bool:
         """Whether it was gathered from `param`, whose shard has not changed since, as far as torch knows."""
-        return isinstance(param, DTensor) and self._version == _version(param.to_local())
+        return isinstance(param, DTensor) and self._version == _version(param)
 
     def fill(self, gathered: Tensor) -> None:
         """Take the gathered values, into the emptied storage if there is one."""
@@ -405,8 +408,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _version(shard: Tensor) -> tuple[int, int]:
-    return shard.data_ptr(), shard._version
+def _version(param: DTensor) -> tuple[int, int, int]:
+    """Return what differs after most changes of a parameter; optimizers that take DTensors count theirs there only."""
+    shard = param.to_local()
+    return shard.data_ptr(), shard._version, param._version
 
 
 def _reads(module: Any) -> Iterator[tuple[Any, str, ShardedParam, DTensor]]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overlapc
 import overlapc.parallel
-from tests.ranks import values_on_ranks
+from tests.ranks import take_gpu, values_on_ranks
 
 WIDTH, EXPERTS = 8, 4
 
@@ -146,6 +146,17 @@ def with_loss_aside(model: Any, net: Net) -> None:
     (loss + sum(layer.aside for layer in net.layers)).backward()
 
 
+def changed_without_backward(model: Any, net: Net) -> None:
+    """Change parameters between two forwards, of which the first has no backward but is still referred to."""
+    unused = model(*data())
+    with torch.no_grad():
+        for param in net.parameters():
+            param.mul_(0.5)
+            param.data.mul_(0.5)
+    steps(model, net)
+    del unused
+
+
 def twice(model: Any, net: Net) -> None:
     loss = model(*data()).square().mean()
     loss.backward(retain_graph=True)
@@ -188,6 +199,7 @@ CASES: dict[str, tuple[type[nn.Module], Any, Callable[..., None]]] = {
     "evaluation between forward and backward": (Broken, None, evaluation_between),
     "two forwards in one loss": (Broken, None, both_at_once),
     "two forwards, then two backwards": (Broken, None, one_after_the_other),
+    "changed without backward": (Broken, None, changed_without_backward),
     "a loss kept aside": (Broken, None, with_loss_aside),
     "two backwards": (Broken, None, twice),
     "gradient penalty": (Broken, None, penalized),
@@ -239,6 +251,8 @@ def error(case: str, compiled: bool) -> float:
 
 def errors(compiled: bool, device: str = "cpu") -> dict[str, float]:
     torch.set_num_threads(1)
+    if device == "cuda":
+        take_gpu()
     torch.set_default_device(device)
     return {case: error(case, compiled) for case in CASES if not compiled or case not in EAGER_ONLY}
 
