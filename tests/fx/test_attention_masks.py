@@ -231,6 +231,24 @@ def test_a_change_that_names_its_mask_otherwise_is_seen(change):
     assert become(node) == "masked"
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda hidden, x, y: torch.where(hidden, input=x, other=y),
+        lambda hidden, x, y: x.where(hidden, y),
+        lambda hidden, x, y: x.where(hidden, other=y),
+    ],
+)
+def test_where_takes_its_condition_from_the_right_argument(chosen):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = i_and_j(q)
+        masks = torch.zeros(N, N, dtype=torch.bool), torch.ones(N, N, dtype=torch.bool)
+        return attention(q, k, v, attn_mask=chosen(j > i, *masks))
+
+    (node,) = rewritten(attend, *qkv())
+    assert become(node) == "causal"
+
+
 def test_a_list_as_index_picks_rows_of_a_mask_and_a_tuple_one_element():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, attn_mask=by_tril(q)[list(reversed(range(N)))])

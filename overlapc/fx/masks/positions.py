@@ -60,7 +60,9 @@ class Positions:
         try:
             given = [self._argument(each) for each in node.args]
             named = {key: self._argument(each) for key, each in node.kwargs.items()}
-            given = [*(named.pop(key) for key in ("input", "self") if key in named), *given]
+            given += [named.pop(key) for key in ("input", "self") if key in named]  # `where`: after the condition
+            if node.op == "call_method" and name == "where":  # x.where(condition, y) is torch.where(condition, x, y)
+                given[:2] = reversed(given[:2])
             if not given and name not in WITHOUT_TENSOR:
                 return None
             size = tuple(map(self.extent, value.shape))
