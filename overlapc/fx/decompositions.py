@@ -109,7 +109,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
                 table[getattr(packet, overload)] = with_parameters_in_float32(rule)
     table[aten.log_sigmoid_forward.default] = of_contiguous_on_cpu(table[aten.log_sigmoid_forward.default])
     table[aten.hardtanh_backward.default] = hardtanh_backward
-    table[aten.nll_loss_backward.default] = nll_loss_backward
+    table[aten.nll_loss_backward.default] = table[aten.nll_loss2d_backward.default] = nll_loss_backward
     table[aten.native_dropout_backward.default] = native_dropout_backward
     table[aten.smooth_l1_loss_backward.default] = smooth_l1_loss_backward
     table[aten._foreach_norm.Scalar] = norms
@@ -225,22 +225,23 @@ def nll_loss_backward(
     """Compute the gradient, which is minus the weight at each row's target and 0 elsewhere, by comparing positions.
 
     This saves nothing for backward. torch's rule scatters into zeros like the log-probabilities, and its partitioner
-    saves the log-probabilities or the zeros.
+    saves the log-probabilities or the zeros. It also multiplies the zeros by the weight and the incoming gradient: NaN,
+    where eager gives 0, for a class that does not occur and whose weight is infinite (1 / its count).
     """
-    classes = log_probabilities.shape[-1]
+    dim = 1 if log_probabilities.dim() > 1 else 0
+    classes = log_probabilities.shape[dim]
+    by_class = [classes, *(1,) * (log_probabilities.dim() - dim - 1)]
     if reduction == 1:  # mean
         grad_output = grad_output / total_weight
     if log_probabilities.dim() == 1 and target.dim() > 0:
         target = target[0]
-    rows = target.unsqueeze(-1)
+    rows = target.unsqueeze(dim)
     if grad_output.dim() > 0 and log_probabilities.dim() > 1:
-        grad_output = grad_output.unsqueeze(-1)
+        grad_output = grad_output.unsqueeze(dim)
     if weight is not None:
-        grad_output = grad_output * weight
-    grad_output = torch.where(rows != ignore_index, grad_output, 0)
-    chosen = torch.arange(classes, device=target.device) == rows
-    picked = torch.where(chosen, -1.0, 0.0).to(log_probabilities.dtype)
-    return picked * grad_output
+        grad_output = grad_output * weight.view(by_class)
+    chosen = torch.arange(classes, device=target.device).view(by_class) == rows
+    return torch.where(chosen & (rows != ignore_index), -grad_output, 0)
 
 
 def of_contiguous_on_cpu(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,6 +50,7 @@ _CONTIGUOUS = (
     aten.mse_loss_backward,
     aten.smooth_l1_loss_backward,
     aten.huber_loss_backward,
+    aten.nll_loss2d_backward,
     aten.upsample_nearest1d,
     aten._upsample_nearest_exact1d,
 )
