@@ -74,6 +74,15 @@ def test_casts_of_out_of_range_floats_to_integers_equal_eager():
         same(function, torch.tensor(special * 3, dtype=torch.float64).to(dtype))  # long enough for vectors and a tail
 
 
+def test_numbers_halfway_between_two_floats_are_rounded_as_in_eager(generator):
+    numbers = 1 + 2**-24, -(1 + 3 * 2**-24), 1.5 * 2**-149
+
+    def function(x):
+        return [y for number in numbers for y in (torch.full_like(x, number), x * number)]
+
+    same(function, torch.ones(5), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_numbers_far_below_zero_are_not_computed_in_int32(generator, dynamic):
     def function(x, step):
