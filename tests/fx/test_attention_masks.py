@@ -13,7 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
 import overlapc
+from overlapc.fx.captured.wrapped import memory_of
 from overlapc.fx.masks import attention_masks as rewriting
+from overlapc.fx.masks import positions
 from overlapc.fx.masks.attention_masks import KEY, drop_masks
 from overlapc.report import record
 from overlapc.runtime.counters import counted
@@ -255,6 +257,26 @@ def test_a_list_as_index_picks_rows_of_a_mask_and_a_tuple_one_element():
 
     (node,) = rewritten(attend, *qkv())
     assert become(node) == "masked"
+
+
+def test_a_write_is_compared_with_what_lies_in_its_memory_only(monkeypatch):
+    class Memory(frozenset):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Memory.compared += 1
+            return super().__eq__(other)
+
+        __hash__ = frozenset.__hash__
+
+    def many(x: Tensor) -> Tensor:
+        for _ in range(50):
+            x = x + torch.zeros(2).add_(1)
+        return x
+
+    monkeypatch.setattr(positions, "memory_of", lambda node: Memory(memory_of(node)))
+    rewritten(many, torch.ones(2))
+    assert Memory.compared < 200
 
 
 def test_a_mask_is_read_as_it_was_before_a_later_change():
