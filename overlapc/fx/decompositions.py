@@ -109,6 +109,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
                 table[getattr(packet, overload)] = with_parameters_in_float32(rule)
     table[aten.log_sigmoid_forward.default] = of_contiguous_on_cpu(table[aten.log_sigmoid_forward.default])
     table[aten.hardtanh_backward.default] = hardtanh_backward
+    table[aten.logit_backward.default] = nan_at_nan(table[aten.logit_backward.default])
     table[aten.nll_loss_backward.default] = table[aten.nll_loss2d_backward.default] = nll_loss_backward
     table[aten.native_dropout_backward.default] = native_dropout_backward
     table[aten.smooth_l1_loss_backward.default] = smooth_l1_loss_backward
@@ -242,6 +243,16 @@ def nll_loss_backward(
         grad_output = grad_output * weight.view(by_class)
     chosen = torch.arange(classes, device=target.device).view(by_class) == rows
     return torch.where(chosen & (rows != ignore_index), -grad_output, 0)
+
+
+def nan_at_nan(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an element-wise gradient's `rule` with NaN where the input is NaN, as in eager."""
+
+    @wraps(rule)
+    def call(grad: Tensor, x: Tensor, *args: Any) -> Any:
+        return torch.where(x.isnan(), x, rule(grad, x, *args))
+
+    return call
 
 
 def of_contiguous_on_cpu(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -343,6 +343,17 @@ def test_the_gradient_of_smooth_l1_loss_is_nan_where_the_difference_is(reduction
     torch.testing.assert_close(found, gradient(x, y), equal_nan=True)
 
 
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_the_gradient_of_logit_is_nan_where_its_input_is(eps):
+    x = torch.tensor([0.0, 0.3, math.nan, 1.0, 2.0]).repeat(4).requires_grad_()
+
+    def function(x):
+        return torch.logit(x, eps)
+
+    found, expected = (torch.autograd.grad(call(x).sum(), x)[0] for call in (compiled(function), function))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 def test_the_gradient_of_softshrink_is_zero_between_its_bounds():
     x = torch.tensor([-2.0, -0.5, -0.3, -0.0, 0.0, 0.2, 1.5, float("nan")]).repeat(2)  # fills eager's vector loop
 
