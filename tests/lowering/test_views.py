@@ -309,6 +309,12 @@ def test_results_of_decomposed_ops_have_eagers_strides():
             yield torch.maximum(wide, narrow)
             yield wide > narrow
             yield torch.atan2(wide, narrow) + wide
+        places = torch.arange(4).view(2, 2)
+        yield y[None, places[0]]
+        yield x[places.t()]
+        yield y[:, places.t(), None]
+        yield x[places.t(), places]
+        yield aten.index.Tensor(more[None], [places[0, 0], None, places[0, 0]])
         shared = y.unsqueeze(1).expand(-1, 2, -1)
         yield torch.slice_scatter(shared, shared[:, :, :1] * 2, 2, -1)
         yield torch.select_scatter(shared, shared[:, :, 0] * 2, 2, 1)
