@@ -164,7 +164,7 @@ def put_by_mask(x: Tensor, indices: list[Tensor | None], values: Tensor, accumul
     """
     given = [dim for dim, index in enumerate(indices) if index is not None]
     mask = indices[given[0]] if len(given) == 1 else None
-    if mask is None or mask.dtype != torch.bool or has_free_unbacked_symbols(x):
+    if mask is None or mask.dtype != torch.bool or values.dtype != x.dtype or has_free_unbacked_symbols(x):
         return NotImplemented
     first, end = given[0], given[0] + mask.dim()
     if not same_sizes(mask.shape, x.shape[first:end]):

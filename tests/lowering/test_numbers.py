@@ -62,6 +62,26 @@ def test_numbers_beyond_an_integers_range_wrap(generator):
     same(lambda x: (x + 2**31, x < 2**40, x.short() & 0x1FFFF, x - 2**33), wide)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.clamp(max=300),
+        lambda x: x.clamp_min(-300),
+        lambda x: torch.full_like(x, 300),
+        lambda x: torch.full_like(x, math.nan),
+        lambda x: x.masked_fill(x > 0, 300),
+        lambda x: torch.where(x > 0, x, 300),
+        lambda x: F.pad(x, (1, 1), value=300),
+        lambda x: x.scatter(0, torch.tensor([0]), 300),
+    ],
+)
+def test_numbers_that_an_integer_dtype_cannot_hold_are_an_error_as_in_eager(function):
+    x = torch.tensor([1, 100, 127], dtype=torch.int8)
+    for call in (function, compiled(function)):
+        with pytest.raises(RuntimeError, match="cannot be converted to type int8_t without overflow"):
+            call(x)
+
+
 def test_casts_of_out_of_range_floats_to_integers_equal_eager():
     special = [math.nan, math.inf, -math.inf, 300.0, -300.0, 4e4, -7e4, 3e9, -3e9, 5e9, 2.0**31, 2.0**63, -1.7, 70001.0]
 
