@@ -23,7 +23,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from overlapc.codegen.generators import Launcher
 from overlapc.codegen.program import Call, Launch, Program
 from overlapc.fx.versions.graphs import boxed
-from overlapc.ir.ops import Handle, Layout, Provenance, View
+from overlapc.ir.ops import Handle, Layout, Provenance, Returned, View
 from overlapc.runtime import kernel_op, support
 from overlapc.runtime.triton_binary import stage_options
 from overlapc.runtime.triton_kernel import ELEMENT, TritonLaunch
@@ -170,8 +170,12 @@ class FxWrapper:
         variable = self.program.variables[view.buffer]
         own = self.program.layouts[variable]
         node = self.variable(variable)
+        if isinstance(view, Returned):
+            node = self._view(View(view.buffer, view.layout))
+            node = self.call_function(torch.conj, node) if view.conjugated else node
+            return self.call_function(torch._neg_view, node) if view.negated else node
         if view.dtype != own.dtype:
-            node = self.call_function(torch.ops.aten.view.dtype, node, view.dtype)
+            node = self.call_function(support.as_dtype, node, view.dtype)
         elif (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
             return node
         return self.call_function(support.strided, node, *self.shape(view.layout), self.size(view.layout.offset))

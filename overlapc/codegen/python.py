@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from overlapc.codegen.program import (
     Program,
     WaitFor,
 )
-from overlapc.ir.ops import Extern, Handle, Layout, Provenance, View
+from overlapc.ir.ops import Extern, Handle, Layout, Provenance, Returned, View
 
 # Names that every printed module may use -> text for `objects.rebuild`.
 _KNOWN: Mapping[str, str] = {
@@ -185,40 +186,25 @@ class PythonWrapper:
         """Return the lines that return `values`."""
         left = _tuple(self.leaving)
         copies = [f"{left} = parts.copied{left}"] if self.leaving else []
-        lines, texts = self._counted_together(values)
-        return [*copies, *lines, f"return {_tuple(texts)}"]
-
-    def _counted_together(self, values: Sequence[Any]) -> tuple[list[str], list[str]]:
-        """Return the sources of returned values, and lines that come before.
-
-        Different tensors in the memory of one variable get one version counter: autograd then notices if the user
-        changes one of them in place and backward reads another. A program's input counts itself.
-        """
-        lines: list[str] = []
-        texts = [self._returned(value) for value in values]
-        variables = [self.program.variables[value.buffer] if isinstance(value, View) else "" for value in values]
-        tensors: dict[str, set[str]] = {name: {name} for name in self.program.inputs}
-        for variable, text in zip(variables, texts, strict=True):
-            tensors.setdefault(variable, set()).add(text)
-        counters = {name: (name, name) for name in self.program.inputs}  # variable -> a tensor's name and source
-        for at, (variable, text) in enumerate(zip(variables, texts, strict=True)):
-            if not variable or len(tensors[variable]) == 1:
-                continue
-            if variable not in counters:
-                counters[variable] = self._unused(f"{variable}_returned"), text
-                lines.append(" = ".join(counters[variable]))
-            name, source = counters[variable]
-            texts[at] = name if text == source else f"rt.counted_with({name}, {text})"
-        return lines, texts
+        views = [self.program.variables[value.buffer] for value in values if isinstance(value, View)]
+        count = Counter([*self.program.inputs, *views])
+        return [*copies, f"return {_tuple([self._returned(value, count) for value in values])}"]
 
     def _unused(self, name: str) -> str:
         while name in self.variables:
             name += "_"
         return name
 
-    def _returned(self, value: Any) -> str:
-        """Return the source of a returned value; views that an aten op (`slice_scatter`) returned are copied."""
+    def _returned(self, value: Any, count: Mapping[str, int]) -> str:
+        """Return the source of a returned value. count: tensors that the caller gets or has, by variable.
+
+        Those in the memory of one variable share its version counter: autograd then notices if the user changes one of
+        them in place and backward reads another. To autograd, no result is a view.
+        """
         text = self.value(value)
+        variable = self.program.variables[value.buffer] if isinstance(value, View) else ""
+        if isinstance(value, Returned) or (count[variable] > 1 and text != variable):
+            return f"rt.counted_with({variable}, {text})"
         return f"rt.standing_alone({text})" if text in self.results_of_aten else text
 
     def memory(self, device: torch.device, form: str) -> str:
@@ -302,8 +288,12 @@ class PythonWrapper:
     def _view(self, view: View) -> str:
         variable = self.program.variables[view.buffer]
         own = self.program.layouts[variable]
+        if isinstance(view, Returned):
+            text = self._view(View(view.buffer, view.layout))
+            text = f"{text}.conj()" if view.conjugated else text
+            return f"torch._neg_view({text})" if view.negated else text
         if view.dtype != own.dtype:
-            variable = f"{variable}.view({view.dtype})"
+            variable = f"rt.as_dtype({variable}, {view.dtype})"
         elif (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
             return variable
         size, stride = self.shape(view.layout)

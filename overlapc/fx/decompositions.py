@@ -109,7 +109,8 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
                 table[getattr(packet, overload)] = with_parameters_in_float32(rule)
     table[aten.log_sigmoid_forward.default] = of_contiguous_on_cpu(table[aten.log_sigmoid_forward.default])
     table[aten.hardtanh_backward.default] = hardtanh_backward
-    table[aten.nll_loss_backward.default] = nll_loss_backward
+    table[aten.logit_backward.default] = nan_at_nan(table[aten.logit_backward.default])
+    table[aten.nll_loss_backward.default] = table[aten.nll_loss2d_backward.default] = nll_loss_backward
     table[aten.native_dropout_backward.default] = native_dropout_backward
     table[aten.smooth_l1_loss_backward.default] = smooth_l1_loss_backward
     table[aten._foreach_norm.Scalar] = norms
@@ -163,7 +164,7 @@ def put_by_mask(x: Tensor, indices: list[Tensor | None], values: Tensor, accumul
     """
     given = [dim for dim, index in enumerate(indices) if index is not None]
     mask = indices[given[0]] if len(given) == 1 else None
-    if mask is None or mask.dtype != torch.bool or has_free_unbacked_symbols(x):
+    if mask is None or mask.dtype != torch.bool or values.dtype != x.dtype or has_free_unbacked_symbols(x):
         return NotImplemented
     first, end = given[0], given[0] + mask.dim()
     if not same_sizes(mask.shape, x.shape[first:end]):
@@ -225,22 +226,33 @@ def nll_loss_backward(
     """Compute the gradient, which is minus the weight at each row's target and 0 elsewhere, by comparing positions.
 
     This saves nothing for backward. torch's rule scatters into zeros like the log-probabilities, and its partitioner
-    saves the log-probabilities or the zeros.
+    saves the log-probabilities or the zeros. It also multiplies the zeros by the weight and the incoming gradient: NaN,
+    where eager gives 0, for a class that does not occur and whose weight is infinite (1 / its count).
     """
-    classes = log_probabilities.shape[-1]
+    dim = 1 if log_probabilities.dim() > 1 else 0
+    classes = log_probabilities.shape[dim]
+    by_class = [classes, *(1,) * (log_probabilities.dim() - dim - 1)]
     if reduction == 1:  # mean
         grad_output = grad_output / total_weight
     if log_probabilities.dim() == 1 and target.dim() > 0:
         target = target[0]
-    rows = target.unsqueeze(-1)
+    rows = target.unsqueeze(dim)
     if grad_output.dim() > 0 and log_probabilities.dim() > 1:
-        grad_output = grad_output.unsqueeze(-1)
+        grad_output = grad_output.unsqueeze(dim)
     if weight is not None:
-        grad_output = grad_output * weight
-    grad_output = torch.where(rows != ignore_index, grad_output, 0)
-    chosen = torch.arange(classes, device=target.device) == rows
-    picked = torch.where(chosen, -1.0, 0.0).to(log_probabilities.dtype)
-    return picked * grad_output
+        grad_output = grad_output * weight.view(by_class)
+    chosen = torch.arange(classes, device=target.device).view(by_class) == rows
+    return torch.where(chosen & (rows != ignore_index), -grad_output, 0)
+
+
+def nan_at_nan(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an element-wise gradient's `rule` with NaN where the input is NaN, as in eager."""
+
+    @wraps(rule)
+    def call(grad: Tensor, x: Tensor, *args: Any) -> Any:
+        return torch.where(x.isnan(), x, rule(grad, x, *args))
+
+    return call
 
 
 def of_contiguous_on_cpu(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,6 +50,7 @@ _CONTIGUOUS = (
     aten.mse_loss_backward,
     aten.smooth_l1_loss_backward,
     aten.huber_loss_backward,
+    aten.nll_loss2d_backward,
     aten.upsample_nearest1d,
     aten._upsample_nearest_exact1d,
 )
@@ -69,32 +70,35 @@ def laid_out_as_eager(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callabl
             changed[op] = _contiguous(rule)
         elif packet in _LIKE_THE_FIRST:
             changed[op] = _like_the_first(rule)
-    return table | changed | {aten.pow.Scalar: _power_of_number}
+    return table | changed | {aten.pow.Scalar: _power_of_number, aten.index.Tensor: _indexed}
 
 
 def _in_order(op: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return `rule`, or `op` itself if that is None, with the dims of the result in eager's memory order."""
-    entered = False  # without a rule, `call` calls `op`, whose decomposition is `call`
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal entered
-        order = None if entered else _order(args, trusted=rule is not None)
+        order = None if op in _entered else _order(args, trusted=rule is not None)
         if order is None:
             return NotImplemented if rule is None else rule(*args, **kwargs)
         if order != sorted(order):
             shape = torch.broadcast_shapes(*(arg.shape for arg in args if _has_dims(arg)))
             args = tuple(arg.expand(shape).permute(order) if _has_dims(arg) else arg for arg in args)
-        if rule is not None:
-            result = rule(*args, **kwargs)
-        else:
-            entered = True
-            try:
-                result = op(*args, **kwargs)
-            finally:
-                entered = False
+        result = _itself(op, *args, **kwargs) if rule is None else rule(*args, **kwargs)
         return _permuted_back(result.contiguous(), order)
 
     return call if rule is None else wraps(rule)(call)
+
+
+_entered: set[Any] = set()  # ops that their own decompositions are calling
+
+
+def _itself(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `op` in its decomposition, which must then return NotImplemented."""
+    _entered.add(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        _entered.discard(op)
 
 
 def _in_order_if_expanded(op: Any) -> Callable[..., Any]:
@@ -173,3 +177,35 @@ def _like_the_first(rule: Callable[..., Any]) -> Callable[..., Any]:
 def _power_of_number(base: float, exponent: Tensor) -> Any:
     """Decompose `pow` with a contiguous result, as in eager; its fake tensor is not contiguous."""
     return NotImplemented if exponent.is_contiguous() else aten.pow.Scalar(base, exponent.contiguous())
+
+
+def _indexed(x: Tensor, indices: list[Tensor | None]) -> Any:
+    """Decompose `index` with eager's order of dims, which depends on the strides of the indices, too.
+
+    That of the fake tensor depends on `x` alone.
+    """
+    given = [index for index in indices if index is not None]
+    if aten.index.Tensor in _entered or any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return NotImplemented
+    if any(map(has_free_unbacked_symbols, (x, *given))):
+        return NotImplemented
+    with disable_proxy_modes_tracing():
+        given = list(torch.broadcast_tensors(*given))
+        if x.device.type != "cpu" and len({index.stride() for index in given}) > 1:
+            given = [index.contiguous() for index in given]
+        places = [dim for dim, index in enumerate(indices) if index is not None]
+        kept = [dim for dim in range(x.dim()) if dim not in places]
+        first = places[0] if places[-1] - places[0] < len(places) else 0  # not side by side: their dims come first
+        before, after = kept[:first], kept[first:]
+        new = given[0].shape
+
+        def shape(new: Any, of: Any) -> list[Any]:
+            return [*(of[dim] for dim in before), *new, *(of[dim] for dim in after)]
+
+        source = x.as_strided(shape(new, x.shape), shape([0] * len(new), x.stride()))
+        ones = [1] * x.dim()
+        read = (index.reshape(shape(new, ones)).expand(source.shape) for index in given)
+        order, _ = compute_elementwise_output_logical_to_physical_perm(source, *read)
+    result = _itself(aten.index.Tensor, x, indices)
+    permuted = result.permute(order)
+    return result if permuted.is_contiguous() else _permuted_back(permuted.contiguous(), order)

@@ -128,6 +128,19 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned(View):
+    """A result of the graph that is a tensor of its own for the FX node `node`, although another may be an equal view.
+
+    conjugated, negated: whether a bit of the tensor says that its elements are the conjugates or negatives of those in
+    memory.
+    """
+
+    node: str
+    conjugated: bool = False
+    negated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Handle:
     """A run-time value other than a strided tensor: a number, a size (with `expr`), a module, a sparse tensor."""
 

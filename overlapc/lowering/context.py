@@ -320,6 +320,12 @@ class Lowering:
             return Index(arg) if arg.is_integer else number(arg)
         raise Impossible(f"a {type(arg).__name__} argument")
 
+    def check_held(self, dtype: torch.dtype, *numbers: Any) -> None:
+        """Raise Impossible if an integer `dtype` cannot hold a number: the op is called then, which raises an error."""
+        for each in numbers:
+            if isinstance(each, int | float) and not (dtype.is_floating_point or _holds(dtype, each)):
+                raise Impossible(f"{each} as {dtype}")
+
     def store(self, out: View, position: Sequence[sympy.Expr], value: Value) -> Store:
         """Return the store of `value` to a position of `out`, rounded to the dtype of `out`."""
         index = out.layout.at(tuple(position))
@@ -449,6 +455,16 @@ def _promotable(arg: Any) -> Any:
     if isinstance(arg, sympy.Expr):
         return 1 if arg.is_integer else 1.0
     return arg
+
+
+@lru_cache(10_000)
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    with _disable_current_modes():
+        try:
+            torch.full((), number, dtype=dtype)
+        except RuntimeError:
+            return False
+    return True
 
 
 @lru_cache(None)

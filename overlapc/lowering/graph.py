@@ -30,6 +30,7 @@ from overlapc.ir.ops import (
     IROp,
     Layout,
     LoweredGraph,
+    Returned,
     Start,
     View,
     Wait,
@@ -143,40 +144,44 @@ class GraphLowering:
         """
         first: dict[View, Node] = {}
         for result in results:
-            leaf = self._with_its_dtype(result) or self._in_input(result) or self.context.current(self._resolve(result))
+            leaf = self._in_input(result) or self.context.current(self._resolve(result))
+            if isinstance(leaf, View) and leaf.buffer in self.copied_views:
+                leaf = self._in_its_memory(result) or leaf
             if isinstance(result, Node) and isinstance(leaf, View) and first.setdefault(leaf, result) is not result:
-                leaf = self._own_result(result, aten.alias.default, (leaf,), {}, leaf.layout)
+                leaf = Returned(leaf.buffer, leaf.layout, result.name)
             yield leaf
 
     def _in_input(self, result: Any) -> View | None:
         """Return a returned `as_strided` in the memory of its input, where the graph itself reads a copy; else None."""
         if not isinstance(result, Node) or result not in self.returned_strided:
             return None
-        args, kwargs = self.returned_strided[result]
-        return self._own_result(result, aten.as_strided.default, args, kwargs, self.context.layout(result.meta["val"]))
-
-    def _own_result(self, result: Node, target: Any, args: Any, kwargs: Any, layout: Layout) -> View:
-        """Return the result of a call that makes a tensor for `result` alone; the call is added the first time."""
         name = f"{result.name}_returned"
         if name not in self.graph.views:
-            view = View(name, dataclasses.replace(layout, offset=sympy.S.Zero))
-            self.context.add(Extern(name, target, args, kwargs, view, origin=provenance(result)))
+            args, kwargs = self.returned_strided[result]
+            view = View(name, self.context.layout(result.meta["val"], offset=sympy.S.Zero))
+            self.context.add(Extern(name, aten.as_strided.default, args, kwargs, view, origin=provenance(result)))
         return self.graph.views[name]
 
-    def _with_its_dtype(self, result: Any) -> View | None:
-        """Return the result of `view(dtype)` in the memory that it has in eager; None for what is no such view.
+    def _in_its_memory(self, result: Node) -> View | None:
+        """Return a view that kernels read from a copy in the memory that it has in eager; None if that is unknown.
 
-        Kernels read such a view from a copy. What lies in an input is viewed by AOTAutograd.
+        What lies in an input is viewed by AOTAutograd.
         """
-        while isinstance(result, Node) and result.target is aten.alias.default:
-            result = result.args[0]
-        if not isinstance(result, Node) or result.target is not aten.view.dtype:
+        source = result
+        while is_view(source) and source.target is not aten.as_strided.default and not binds_sizes(source):
+            source = source.all_input_nodes[0]
+        base = self.context.current(self._resolve(source))
+        if not isinstance(base, View) or base.buffer in self.copied_views or self._is_callers(base):
             return None
-        base = self.context.current(self._resolve(result.args[0]))
-        dtype = result.meta["val"].dtype
-        if not isinstance(base, View) or base.dtype.itemsize != dtype.itemsize or self._is_callers(base):
+        value, origin = result.meta["val"], source.meta["val"]
+        layout = self.context.layout(value)
+        shift = base.layout.offset - self.context.expr(origin.storage_offset())
+        offset = layout.offset + shift * base.dtype.itemsize / value.dtype.itemsize
+        if not offset.is_integer:
             return None
-        return View(base.buffer, dataclasses.replace(base.layout, dtype=dtype))
+        bits = value.is_conj() != origin.is_conj(), value.is_neg() != origin.is_neg()
+        layout = dataclasses.replace(layout, offset=offset)
+        return Returned(base.buffer, layout, result.name, *bits) if any(bits) else View(base.buffer, layout)
 
     def _is_callers(self, base: View) -> bool:
         root = self.graph.root(base.buffer)

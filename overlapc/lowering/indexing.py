@@ -90,6 +90,7 @@ def cat(context: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
 
 @lowers(aten.constant_pad_nd.default)
 def constant_pad(context: Lowering, x: View, pad: Sequence[Any], fill: Any = 0) -> View:
+    context.check_held(x.dtype, fill)
     rank = len(x.size)
     sides = {rank - 1 - at // 2: (pad[at], pad[at + 1]) for at in range(0, len(pad), 2)}  # dim -> its padding
 

@@ -294,6 +294,7 @@ def where(context: Lowering, condition: View, x: Any, y: Any) -> View:
 
 @lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(context: Lowering, x: View, mask: View, value: Any) -> View:
+    context.check_held(x.dtype, value)
     return context.pointwise(lambda a, m, v: op("where", truth(m), cast(v, x.dtype), cast(a, x.dtype)), x, mask, value)
 
 
@@ -301,6 +302,7 @@ def masked_fill(context: Lowering, x: View, mask: View, value: Any) -> View:
 def clamp(context: Lowering, x: View, minimum: Any = None, maximum: Any = None) -> View:
     limits = [limit for limit in (minimum, maximum) if limit is not None]
     dtype = context.promoted(DEFAULT, x, *limits)
+    context.check_held(dtype, *limits)
 
     def value(a: Value, *bounds: Value) -> Value:
         given = iter(bounds)
@@ -492,6 +494,7 @@ def ones(context: Lowering, *args: Any, **kwargs: Any) -> View:
 
 def fill(context: Lowering, number: Any) -> View:
     dtype = context.value_of().dtype
+    context.check_held(dtype, number)
     if isinstance(number, sympy.Expr | int | float | bool):
         return context.pointwise(lambda: cast(context.scalar(number), dtype))
     raise Impossible(f"a {type(number).__name__} fill value")

@@ -209,6 +209,7 @@ def scatter_value(context: Lowering, x: View, dim: int, index: View, number: Any
     """Lower a scatter of one number per row, as in a loss's gradient, to a pointwise kernel that compares indices."""
     if not x.size or not index.size:
         raise Impossible("a 0-dim tensor")
+    context.check_held(x.dtype, number)
     dim = dim % len(x.size)
     one_a_row = (*x.size[:dim], sympy.S.One, *x.size[dim + 1 :])
     if index.size != one_a_row:
@@ -228,6 +229,8 @@ def scatter_value(context: Lowering, x: View, dim: int, index: View, number: Any
 def index_put(
     context: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> View:
+    if values.dtype != x.dtype:  # an error in eager, except for a number that replaces what a mask chooses
+        raise Impossible("values of another dtype")
     places = indexed(x, indices)
 
     def where(target: View, position: Position) -> Element:

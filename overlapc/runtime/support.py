@@ -104,15 +104,21 @@ def strided(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: 
 
 
 def counted_with(first: Tensor, tensor: Tensor) -> Tensor:
-    """Return `tensor`, which lies in the memory of `first`, with the version counter of `first`."""
-    whole = _as_dtype(first.detach(), tensor.dtype)
-    return torch.as_strided(whole, tensor.size(), tensor.stride(), tensor.storage_offset())
+    """Return `tensor`, which lies in the memory of `first`, with the version counter of `first`, standing alone."""
+    whole = _as_dtype(_with_bits(first, False, False), tensor.dtype)
+    own = torch.as_strided(whole, tensor.size(), tensor.stride(), tensor.storage_offset())
+    return _with_bits(own, tensor.is_conj(), tensor.is_neg()).detach()
+
+
+def _with_bits(tensor: Tensor, is_conj: bool, is_neg: bool) -> Tensor:
+    """Return a view of the elements in memory with these bits."""
+    tensor = tensor.conj() if tensor.is_conj() != is_conj else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() != is_neg else tensor
 
 
 def standing_alone(result: Any) -> Any:
     """Return a graph's result as a tensor that is no view to autograd, so that users may change it in place."""
-    viewed = isinstance(result, Tensor) and result._is_view()
-    return view(result, result.size(), result.stride(), 0) if viewed else result
+    return result.detach() if isinstance(result, Tensor) and result._is_view() else result
 
 
 def returning_alone(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -162,12 +168,17 @@ def strided_over(tensor: Tensor, size: Sequence[int], stride: Sequence[int], dty
     return torch.as_strided(_as_dtype(tensor, dtype), size, stride, 0)
 
 
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the memory of `tensor` from its first element on as a list of elements of another dtype."""
+    return _as_dtype(tensor, dtype)[tensor.storage_offset() * tensor.element_size() // dtype.itemsize :]
+
+
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `tensor`'s whole memory as `dtype`; `tensor` itself if that is its dtype."""
     if tensor.dtype == dtype:
         return tensor
-    flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    return flat.view(dtype)
+    size = tensor.untyped_storage().nbytes() // dtype.itemsize * dtype.itemsize
+    return torch.as_strided(tensor, (size // tensor.element_size(),), (1,), 0).view(dtype)
 
 
 def _references(held: object) -> int:

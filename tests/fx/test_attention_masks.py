@@ -13,7 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
 import overlapc
+from overlapc.fx.captured.wrapped import memory_of
 from overlapc.fx.masks import attention_masks as rewriting
+from overlapc.fx.masks import positions
 from overlapc.fx.masks.attention_masks import KEY, drop_masks
 from overlapc.report import record
 from overlapc.runtime.counters import counted
@@ -231,12 +233,50 @@ def test_a_change_that_names_its_mask_otherwise_is_seen(change):
     assert become(node) == "masked"
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda hidden, x, y: torch.where(hidden, input=x, other=y),
+        lambda hidden, x, y: x.where(hidden, y),
+        lambda hidden, x, y: x.where(hidden, other=y),
+    ],
+)
+def test_where_takes_its_condition_from_the_right_argument(chosen):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = i_and_j(q)
+        masks = torch.zeros(N, N, dtype=torch.bool), torch.ones(N, N, dtype=torch.bool)
+        return attention(q, k, v, attn_mask=chosen(j > i, *masks))
+
+    (node,) = rewritten(attend, *qkv())
+    assert become(node) == "causal"
+
+
 def test_a_list_as_index_picks_rows_of_a_mask_and_a_tuple_one_element():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, attn_mask=by_tril(q)[list(reversed(range(N)))])
 
     (node,) = rewritten(attend, *qkv())
     assert become(node) == "masked"
+
+
+def test_a_write_is_compared_with_what_lies_in_its_memory_only(monkeypatch):
+    class Memory(frozenset):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Memory.compared += 1
+            return super().__eq__(other)
+
+        __hash__ = frozenset.__hash__
+
+    def many(x: Tensor) -> Tensor:
+        for _ in range(50):
+            x = x + torch.zeros(2).add_(1)
+        return x
+
+    monkeypatch.setattr(positions, "memory_of", lambda node: Memory(memory_of(node)))
+    rewritten(many, torch.ones(2))
+    assert Memory.compared < 200
 
 
 def test_a_mask_is_read_as_it_was_before_a_later_change():

@@ -102,3 +102,31 @@ def test_putting_other_elements_at_each_place_of_a_mask_stays_one_call() -> None
     given = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([5.0, 6.0])
     torch.testing.assert_close(torch.compile(function, backend=overlapc)(*given), function(*given))
     assert counted("fallback index_put") == 1
+
+
+@pytest.mark.parametrize("spatial", [(), (2,)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_an_infinite_weight_of_a_class_that_does_not_occur_leaves_the_gradient_finite(
+    reduction: str, spatial: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, *spatial, requires_grad=True)
+    target = torch.tensor([0, 1, -100]).view(3, *(1,) * len(spatial)).expand(3, *spatial)
+    weight = torch.tensor([0.5, 1.0, torch.inf, torch.inf])
+
+    def step(function: Callable[..., Tensor]) -> Tensor:
+        loss = function(x, target, weight, reduction=reduction)
+        return torch.autograd.grad(loss, x, torch.full_like(loss, 2.0))[0]
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(step(torch.compile(F.cross_entropy, backend=overlapc)), step(F.cross_entropy))
+
+
+def test_an_infinite_gradient_of_a_loss_reaches_only_the_targets() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return F.nll_loss(x, torch.tensor([2, 0])) * torch.inf
+
+    x = torch.ones(2, 3, requires_grad=True)
+    torch._dynamo.reset()
+    (found,) = torch.autograd.grad(torch.compile(loss, backend=overlapc)(x), x)
+    assert torch.equal(found, torch.autograd.grad(loss(x), x)[0])

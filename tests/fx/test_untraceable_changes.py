@@ -112,6 +112,16 @@ def test_reads_through_unfold_are_compiled() -> None:
         torch.testing.assert_close(compiled(torch.arange(9.0)), function(torch.arange(9.0)))
 
 
+def test_changes_of_the_new_memory_that_the_function_unfold_returns_are_compiled() -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.unfold(x, 2).mul_(2)
+
+    x = torch.randn(1, 2, 4, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="overlapc runs a graph eagerly")
+        assert torch.equal(torch.compile(function, backend="overlapc", dynamic=False)(x), function(x))
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_float64_tensor_without_dims_is_changed(requires_grad: bool) -> None:
     def function(x: Tensor) -> Tensor:

@@ -62,6 +62,26 @@ def test_numbers_beyond_an_integers_range_wrap(generator):
     same(lambda x: (x + 2**31, x < 2**40, x.short() & 0x1FFFF, x - 2**33), wide)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.clamp(max=300),
+        lambda x: x.clamp_min(-300),
+        lambda x: torch.full_like(x, 300),
+        lambda x: torch.full_like(x, math.nan),
+        lambda x: x.masked_fill(x > 0, 300),
+        lambda x: torch.where(x > 0, x, 300),
+        lambda x: F.pad(x, (1, 1), value=300),
+        lambda x: x.scatter(0, torch.tensor([0]), 300),
+    ],
+)
+def test_numbers_that_an_integer_dtype_cannot_hold_are_an_error_as_in_eager(function):
+    x = torch.tensor([1, 100, 127], dtype=torch.int8)
+    for call in (function, compiled(function)):
+        with pytest.raises(RuntimeError, match="cannot be converted to type int8_t without overflow"):
+            call(x)
+
+
 def test_casts_of_out_of_range_floats_to_integers_equal_eager():
     special = [math.nan, math.inf, -math.inf, 300.0, -300.0, 4e4, -7e4, 3e9, -3e9, 5e9, 2.0**31, 2.0**63, -1.7, 70001.0]
 
@@ -72,6 +92,15 @@ def test_casts_of_out_of_range_floats_to_integers_equal_eager():
 
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         same(function, torch.tensor(special * 3, dtype=torch.float64).to(dtype))  # long enough for vectors and a tail
+
+
+def test_numbers_halfway_between_two_floats_are_rounded_as_in_eager(generator):
+    numbers = 1 + 2**-24, -(1 + 3 * 2**-24), 1.5 * 2**-149
+
+    def function(x):
+        return [y for number in numbers for y in (torch.full_like(x, number), x * number)]
+
+    same(function, torch.ones(5), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -332,6 +361,17 @@ def test_the_gradient_of_smooth_l1_loss_is_nan_where_the_difference_is(reduction
     torch._dynamo.reset()
     found = torch.compile(gradient, backend="overlapc")(x, y)
     torch.testing.assert_close(found, gradient(x, y), equal_nan=True)
+
+
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_the_gradient_of_logit_is_nan_where_its_input_is(eps):
+    x = torch.tensor([0.0, 0.3, math.nan, 1.0, 2.0]).repeat(4).requires_grad_()
+
+    def function(x):
+        return torch.logit(x, eps)
+
+    found, expected = (torch.autograd.grad(call(x).sum(), x)[0] for call in (compiled(function), function))
+    torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 def test_the_gradient_of_softshrink_is_zero_between_its_bounds():

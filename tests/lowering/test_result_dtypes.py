@@ -32,6 +32,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "diagonal_scatter": lambda x, s: torch.diagonal_scatter(x, s.diagonal()),
     "as_strided_scatter": lambda x, s: torch.as_strided_scatter(x, s[:2], (2, 3), (3, 1), 3),
     "index_put": lambda x, s: torch.index_put(x, (ROWS,), s[:2]),
+    "index_put, a number at a mask": lambda x, s: torch.index_put(x, (MASK,), s[0, 0]),
     "index_put, added": lambda x, s: torch.index_put(x, (TWICE,), s[:2], accumulate=True),
     "index_copy": lambda x, s: torch.index_copy(x, 0, ROWS, s[:2]),
     "index_add": lambda x, s: torch.index_add(x, 0, ROWS, s[:2]),
@@ -89,3 +90,12 @@ def test_operators_keep_the_dtype_of_their_first_argument(dtype: torch.dtype, ot
     torch._dynamo.reset()
     found = torch.compile(all_of_them, backend=overlapc)(x, source)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["index_put", "index_put, added", "index_copy", "index_add"])
+def test_values_of_another_dtype_are_an_error_as_in_eager(name: str) -> None:
+    x, source = torch.zeros(4, 3, dtype=torch.int64), torch.ones(4, 3)
+    torch._dynamo.reset()
+    for call in (OPERATORS[name], torch.compile(OPERATORS[name], backend=overlapc)):
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+            call(x, source)

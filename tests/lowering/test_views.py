@@ -210,6 +210,74 @@ def test_a_returned_view_of_another_dtype_shares_the_memory_of_its_base(options)
     assert torch.equal(found[2], found[0].t()[1:].view(torch.int32))
 
 
+WRAPPERS = pytest.mark.parametrize("options", [{}, {"wrapper": "fx"}], ids=str)
+
+
+@WRAPPERS
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.conj(),
+        lambda y: y.mH,
+        lambda y: y.real,
+        lambda y: y.conj().imag,  # carries the negative bit
+        lambda y: torch.view_as_real(y)[1:],
+        lambda y: torch.view_as_real(y).view(torch.float64),
+        lambda y: torch.view_as_real(y).view(torch.int16)[..., 1::2],
+        lambda y: torch.view_as_complex(torch.view_as_real(y)),
+    ],
+)
+def test_returned_views_that_no_strided_layout_describes_are_eagers(view, options):
+    def function(x):
+        y = x * 2
+        return y, view(y), view(y[1:])
+
+    x = torch.randn(3, 3, dtype=torch.complex64)
+    expected, found = function(x), compiled(function, **options)(x)
+    for results in (expected, found):
+        results[0].mul_(1j)
+    torch.testing.assert_close(found, expected, check_stride=True)
+    assert [(y.is_conj(), y.is_neg()) for y in found] == [(y.is_conj(), y.is_neg()) for y in expected]
+
+
+@WRAPPERS
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: ((y := x * 2)[0], y[1]),
+        lambda x: ((y := x * 2).t(), y.view(-1)),
+        lambda x: ((y := x * 2)[:1], y.detach()[1:], y.sum()),
+        lambda x: ((y := x * 2).detach().view(-1), y),
+    ],
+)
+def test_results_that_share_memory_may_be_changed_in_place(function, options):
+    def changed(call):
+        x = torch.arange(4.0).reshape(2, 2).requires_grad_()
+        results = call(x)
+        for result in results:
+            result.mul_(3)
+        return results, torch.autograd.grad(sum(y.sum() for y in results if y.requires_grad), x)
+
+    torch.testing.assert_close(changed(compiled(function, **options)), changed(function))
+
+
+@WRAPPERS
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: ((y := x.exp()).detach(), y),
+        lambda x: ((y := x.exp()).detach().view(-1), y),
+        lambda x: ((y := x.exp()).detach(), y.sum()),
+        lambda x: ((y := x.exp()).detach()[:2], (y * 2).sum()),
+    ],
+)
+def test_a_change_of_a_detached_result_that_backward_reads_is_an_error(function, options):
+    detached, result = compiled(function, **options)(torch.randn(3, 2, requires_grad=True))
+    detached.zero_()
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        result.sum().backward()
+
+
 def test_results_of_decomposed_ops_have_eagers_strides():
     x, rows, more = torch.randn(5, 6), torch.rand(6), torch.rand(5, 1, 6)
     mask = torch.rand(5, 6) > 0.5
@@ -241,6 +309,12 @@ def test_results_of_decomposed_ops_have_eagers_strides():
             yield torch.maximum(wide, narrow)
             yield wide > narrow
             yield torch.atan2(wide, narrow) + wide
+        places = torch.arange(4).view(2, 2)
+        yield y[None, places[0]]
+        yield x[places.t()]
+        yield y[:, places.t(), None]
+        yield x[places.t(), places]
+        yield aten.index.Tensor(more[None], [places[0, 0], None, places[0, 0]])
         shared = y.unsqueeze(1).expand(-1, 2, -1)
         yield torch.slice_scatter(shared, shared[:, :, :1] * 2, 2, -1)
         yield torch.select_scatter(shared, shared[:, :, 0] * 2, 2, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 from collections.abc import Mapping
@@ -41,7 +42,6 @@ FORMAT = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
-_FLOAT_MAX = 3.4028234663852886e38
 
 
 @lru_cache(50_000)
@@ -107,9 +107,11 @@ def constant_text(number: float | int | bool, dtype: torch.dtype) -> str:
         return "true" if number else "false"
     if dtype.is_floating_point:
         value = float(number)
+        if dtype == torch.float32:
+            value = ctypes.c_float(value).value  # its decimal, unlike the double's, is rounded once
         if math.isnan(value):
             return "NAN" if dtype == torch.float32 else "(double)NAN"
-        if math.isinf(value) or (dtype == torch.float32 and abs(value) > _FLOAT_MAX * (1 + 2.0**-25)):
+        if math.isinf(value):
             text = "INFINITY" if dtype == torch.float32 else "(double)INFINITY"
             return text if value > 0 else f"-{text}"
         return repr(value) + ("f" if dtype == torch.float32 else "")

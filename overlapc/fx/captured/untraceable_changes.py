@@ -55,14 +55,14 @@ def _changes_through_views(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
         for node in module.graph.nodes:
             yield from ((node, unwritable[each]) for each in changed_by(node) if each in unwritable)
             name, read = name_of(node), node.args[0] if node.args else None
-            if name == "unfold":
-                unwritable[node] = "unfold"
             if not isinstance(read, fx.Node) or memory_of(node) != memory_of(read):
                 continue
             if name == "as_strided" and read in views:
                 unwritable[node] = "as_strided of a view"
             elif read in unwritable:
                 unwritable[node] = unwritable[read]
+            elif name == "unfold":  # the method; the function of that name copies
+                unwritable[node] = "unfold"
             # `contiguous` and changes in place may return the tensor itself, which is no view.
             if read in views or node.meta.get("example_value") is not read.meta.get("example_value"):
                 views.add(node)

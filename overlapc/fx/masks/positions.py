@@ -31,7 +31,8 @@ class Positions:
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, Grid] = {}
-        self._memory = cache(memory_of)  # asked for each known node at every write
+        self._sharing: dict[object, list[fx.Node]] = {}  # memory -> its known nodes
+        self._memory = cache(memory_of)
         self.shape_env: ShapeEnv | None = None  # of the first symbolic size
 
     def grid(self, node: Any) -> Grid | None:
@@ -39,8 +40,9 @@ class Positions:
         return self._known.get(node)
 
     def learn(self, node: fx.Node, grid: Grid) -> None:
-        """Record the grid of `node`, an input of a nested graph."""
+        """Record the grid of `node`."""
         self._known[node] = grid
+        self._sharing.setdefault(self._memory(node), []).append(node)
 
     def visit(self, node: fx.Node) -> None:
         """Record the value of the next node in graph order, and its in-place changes."""
@@ -54,13 +56,15 @@ class Positions:
         elif isinstance(value, Tensor) and name in RULES and is_known:
             grid = self._grid_of(node, name, value)
             if grid is not None:
-                self._known[node] = grid
+                self.learn(node, grid)
 
     def _grid_of(self, node: fx.Node, name: str, value: Tensor) -> Grid | None:
         try:
             given = [self._argument(each) for each in node.args]
             named = {key: self._argument(each) for key, each in node.kwargs.items()}
-            given = [*(named.pop(key) for key in ("input", "self") if key in named), *given]
+            given += [named.pop(key) for key in ("input", "self") if key in named]  # `where`: after the condition
+            if node.op == "call_method" and name == "where":  # x.where(condition, y) is torch.where(condition, x, y)
+                given[:2] = reversed(given[:2])
             if not given and name not in WITHOUT_TENSOR:
                 return None
             size = tuple(map(self.extent, value.shape))
@@ -71,18 +75,18 @@ class Positions:
     def _change(self, node: fx.Node, name: str, changed: fx.Node) -> None:
         """Record a write into `changed`, which is known afterwards only if all known nodes in its memory are equal."""
         value, grid = changed.meta.get("example_value"), self._known.get(changed)
-        names = [each for each in self._known if self._memory(each) == self._memory(changed)]
+        names = self._sharing.get(self._memory(changed), [])
         whole = grid is not None and all(self._known[each] is grid for each in names)
         known = whole and isinstance(value, Tensor) and name in RULES
         after = self._grid_of(node, name, value) if known else None  # type: ignore[arg-type]
         self.forget(changed)
         if after is not None:
-            self._known |= dict.fromkeys([*names, node], after)
+            for each in (*names, node):
+                self.learn(each, after)
 
     def forget(self, node: fx.Node) -> None:
         """Forget the values of all nodes in the memory of `node`."""
-        memory = self._memory(node)
-        for each in [each for each in self._known if self._memory(each) == memory]:
+        for each in self._sharing.pop(self._memory(node), ()):
             del self._known[each]
 
     def extent(self, size: int | torch.SymInt) -> sympy.Expr:
