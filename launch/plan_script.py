@@ -50,8 +50,8 @@ def plan_script(
 ) -> tuple[Report, list[str]]:
     """Plan a script. Return the report of rank 0's first step, and the assumptions that were made about the script.
 
-    per_host: the number of ranks per host that the script sees. ConfigError for a script that fails, or that compiles
-    nothing before its first optimizer step.
+    per_host: the number of ranks per host that the script sees. options: override those that the script gives to
+    overlapc. ConfigError for a script that fails, or that compiles nothing before its first optimizer step.
     """
     if dist.is_initialized():
         raise ConfigError("planning needs a separate process: this one already has a process group")
@@ -88,7 +88,11 @@ def plan_script(
             f" from tensors are 0, and here one of them is a size: {zeros}\n"
             "hint: for the plan, write that size as a number"
         )
-    assumptions = ["FSDP2 is adopted, as by model = overlapc.adopt_fsdp2(model)"] if compiles.adopted else []
+    assumptions = []
+    if compiles.options_of_script:
+        assumptions.append(f"options of the script: {', '.join(compiles.options_of_script)}")
+    if compiles.adopted:
+        assumptions.append("FSDP2 is adopted, as by model = overlapc.adopt_fsdp2(model)")
     if compiles.by_blocks:
         assumptions.append(
             f"{sum(compiles.by_blocks)} modules that the script compiles one by one are planned with the FSDP2 module"

@@ -158,6 +158,26 @@ def test_fsdp2_without_adoption_is_planned_as_if_adopted(script, compiled):
 
 
 @pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ('options={"passes": "none", "memory_budget": "1GiB", "guard_filter_fn": overlapc.trust_modules}',
+         "options of the script: passes='none'"),
+        ('options=overlapc.Config(passes="none")', "options of the script: passes=()"),
+        ('mode="max-autotune"', "options of the script: mode='max-autotune'"),
+    ],
+)  # fmt: skip
+def test_a_script_is_planned_with_its_own_options_unless_the_command_overrides_them(script, monkeypatch, given, shown):
+    monkeypatch.setenv("OVERLAPC_PASSES", "sink_waits")  # weaker than options, stronger than a mode
+    path = script()
+    path.write_text(path.read_text().replace('backend="inductor"', f'backend="overlapc", {given}'))
+    report, assumed = plan_script(path, ["1"], 4, 4, Config(**H200, memory_budget="2GiB"))
+    assert assumed == [shown]
+    graph = report.steps[0].graphs[0]
+    assert graph.budget_bytes == 2 * 2**30
+    assert [row.name for row in graph.passes] == (["sink_waits"] if "mode" in given else [])
+
+
+@pytest.mark.parametrize(
     ("optimizers", "state", "update_numbers"),
     [
         ("torch.optim.AdamW(parameters)", {"AdamW": 2}, 3 + 2),  # gradients, state, and a square root per parameter
