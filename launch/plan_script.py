@@ -28,7 +28,7 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.launch.environment import environment
 from overlapc.launch.first_update import FirstUpdate, Stepped
-from overlapc.launch.planned_compile import PlannedCompile
+from overlapc.launch.planned_compile import PlannedCompile, fsdp2_manages
 from overlapc.launch.without_gpus import NOT_THE_SCRIPT, gpus
 from overlapc.report import record
 from overlapc.report.record import Report
@@ -104,7 +104,12 @@ def plan_script(
         assumptions.append("SyncBatchNorm is planned as BatchNorm, without the small reductions of its statistics")
     assumptions += [f"{name}.step calls its closure once" for name in update.closures]
     assumptions += [f"optimizer state is not counted for {reason}" for reason in update.not_counted]
-    if world_size > 1 and not any(graph.collectives for graph in step.graphs):
+    if any(map(fsdp2_manages, update.modules)):
+        assumptions.append(
+            "FSDP2 modules that a compiled function calls are not in the plan, because FSDP2's hooks break its graph:"
+            " compile the model itself, or call model = overlapc.adopt_fsdp2(model) before"
+        )
+    elif world_size > 1 and not any(graph.collectives for graph in step.graphs):
         assumptions.append(
             f"no communication between {world_size} ranks, because no compiled graph contains any: the script did not"
             " shard its model here (some trainers do so only if they find a GPU)"

@@ -71,7 +71,7 @@ class PlannedCompile:
         """Replaces Module.compile."""
         self._unadopted[module] = given
         self._watch_first_call()
-        if _is_of_fsdp2(module) and not _fsdp2_manages(module):
+        if _is_of_fsdp2(module) and not fsdp2_manages(module):
             self._adopt(module)
         module._compiled_call_impl = self.compile(module._call_impl, **given)
 
@@ -114,7 +114,7 @@ class PlannedCompile:
     def _before_first_call(self) -> None:
         """Adopt the outermost FSDP2 modules that were compiled or that contain compiled blocks; called before any FSDP2
         module runs. Blocks that are compiled one by one are planned as if the whole module were compiled."""
-        managed = [module for module in self._modules if _fsdp2_manages(module)]
+        managed = [module for module in self._modules if fsdp2_manages(module)]
         inner = {module for outer in managed for module in outer.modules() if module is not outer}
         for outer in managed:
             blocks = [module for module in outer.modules() if module in self._unadopted]
@@ -148,8 +148,9 @@ def _is_empty(tensor: Tensor) -> bool:
 
 def _is_of_fsdp2(model: nn.Module) -> bool:
     """Whether `model` contains modules that FSDP2 manages: compiled like that, no communication is in its graphs."""
-    return any(map(_fsdp2_manages, model.modules()))
+    return any(map(fsdp2_manages, model.modules()))
 
 
-def _fsdp2_manages(module: nn.Module) -> bool:
+def fsdp2_manages(module: nn.Module) -> bool:
+    """Whether FSDP2's hooks gather and reduce the module's parameters; an adopted module has none."""
     return isinstance(module, fsdp.FSDPModule) and not isinstance(module, FSDPModule)

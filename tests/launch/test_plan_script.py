@@ -239,6 +239,23 @@ def test_blocks_that_are_compiled_one_by_one_within_fsdp2_are_planned_as_one_gra
     assert {row.op for row in rows} == {"all_gather", "reduce_scatter"}
 
 
+def test_fsdp2_modules_that_a_compiled_function_calls_are_named_as_missing(tmp_path):
+    path = tmp_path / "train.py"
+    called = BY_BLOCKS.replace("{first}", "fully_shard(block)")
+    called = called.replace("model(torch", "torch.compile(lambda x: model(x).sin())(torch")
+    path.write_text(called)
+    _, assumed = plan_script(path, [], 16, 8, Config.of({**H200, "passes": "none"}))
+    assert assumed == [
+        "FSDP2 modules that a compiled function calls are not in the plan, because FSDP2's hooks break its graph:"
+        " compile the model itself, or call model = overlapc.adopt_fsdp2(model) before"
+    ]
+    adopted = called.replace("fully_shard(model)", "fully_shard(model); import overlapc; overlapc.adopt_fsdp2(model)")
+    path.write_text(adopted)
+    report, assumed = plan_script(path, [], 16, 8, Config.of({**H200, "passes": "none"}))
+    assert assumed == []
+    assert all(graph.collectives for graph in report.steps[0].graphs)
+
+
 def test_an_optimizer_calls_its_closure_once(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(CLOSURE)
