@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import replace
@@ -375,6 +376,14 @@ def test_each_plan_of_a_script_has_its_own_globals(tmp_path):
         report, assumed = plan_script(path, [width], 8, 8, Config.of(H200))
         assert len(report.steps[0].graphs) == 2, "one forward, one backward of the width of this plan"
         assert [line.split(",")[0] for line in assumed] == ["no communication between 8 ranks"]
+
+
+def test_a_script_may_remove_the_variables_of_its_launcher(script, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    plan_script(script("del os.environ['RANK'], os.environ['MASTER_PORT']"), ["1"], 4, 4, Config.of(FEW_PASSES))
+    assert os.environ["RANK"] == "3"
+    assert "MASTER_PORT" not in os.environ
 
 
 def test_a_script_builds_its_model_on_the_meta_device():
