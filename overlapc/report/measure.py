@@ -32,7 +32,7 @@ from overlapc.report.graph_record import shown_origin
 from overlapc.report.model import GraphRecord, Measured, Span
 from overlapc.report.parsed_schedules import schedule_of
 from overlapc.report.record import NothingCompiled, Report
-from overlapc.report.trace_reading import Marked, Stall, Trace, merged, read_trace, run_times, typical
+from overlapc.report.trace_reading import Marked, NoMarks, Stall, Trace, merged, read_trace, run_times, typical
 from overlapc.runtime.copies.pool import pools_bytes
 from overlapc.runtime.marks import marked
 from overlapc.schedule.model import COMMUNICATION, Schedule
@@ -76,7 +76,7 @@ class Measurement:
             self._profile.export_chrome_trace(str(path))
             try:
                 trace = read_trace(path)
-            except ConfigError:
+            except NoMarks:
                 raise NothingCompiled(
                     "nothing compiled with backend='overlapc' ran while measuring; put whole steps into the block"
                 ) from None
@@ -89,7 +89,7 @@ class Measurement:
 def measure(trace: str | os.PathLike[str] | None = None, *, last: int = 0) -> Measurement:
     """Profile the steps in a `with` block.
 
-    trace: file for the profiler's Chrome trace, which is large; None: the trace is deleted.
+    trace: file for the profiler's Chrome trace, which is large (*.json.gz: compressed); None: the trace is deleted.
     last: number of runs of each graph that count, from the end; 0: all.
     Raise NothingCompiled if no compiled graph ran in the block.
     """

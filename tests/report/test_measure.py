@@ -1,5 +1,6 @@
 """Profiler traces are matched to nodes: synthetic traces of a GPU and a real one of a CPU."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 
 import overlapc
 from overlapc.errors import ConfigError
-from overlapc.report import compare, record
+from overlapc.report import compare, record, trace_reading
 from overlapc.report.measure import with_trace
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
 from overlapc.report.record import NothingCompiled, Report
@@ -261,6 +262,15 @@ def test_a_trace_goes_to_its_rank_and_survives_a_file(gpu_trace, tmp_path):
     assert "predicted and measured" in page
 
 
+def test_a_compressed_trace_is_read(gpu_trace, tmp_path):
+    compressed = tmp_path / "trace.json.gz"
+    compressed.write_bytes(gzip.compress(gpu_trace.read_bytes()))
+    assert read_trace(compressed) == read_trace(gpu_trace)
+    compressed.write_bytes(compressed.read_bytes()[:99])
+    with pytest.raises(ConfigError, match=r"cannot read .*trace\.json\.gz: Compressed file ended"):
+        read_trace(compressed)
+
+
 def test_other_files_are_refused(gpu_trace, tmp_path):
     other = Report((StepRecord(0, 1, (GRAPH.__class__(**{**_fields(GRAPH), "name": "inference_3"}),)),))
     with pytest.raises(ConfigError, match="holds other graphs"):
@@ -316,7 +326,14 @@ def test_a_real_step_on_a_cpu_is_measured():
     assert "predicted and measured (3 run(s))" in str(report)
 
 
-def test_nothing_compiled_while_measuring_is_an_error():
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_nothing_compiled_while_measuring_is_an_error(name, tmp_path):
     record.clear()
-    with pytest.raises(NothingCompiled, match="ran while measuring"), overlapc.report.measure():
+    with pytest.raises(NothingCompiled, match="ran while measuring"), overlapc.report.measure(tmp_path / name):
+        torch.ones(3).add(1)
+
+
+def test_a_trace_that_cannot_be_read_says_why(monkeypatch):
+    monkeypatch.setattr(trace_reading, "_MOST_BYTES", 0)
+    with pytest.raises(ConfigError, match="is longer than 0 MiB"), overlapc.report.measure():
         torch.ones(3).add(1)
