@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc.report
+from overlapc.config import Config
 from overlapc.errors import ConfigError
+from overlapc.launch.plan import plan_text
 from overlapc.report import record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
@@ -28,6 +30,12 @@ def test_the_suffix_selects_the_form(tmp_path):
     assert REPORT.save(tmp_path / "schedule.txt").read_text().startswith("schedule forward")
     assert REPORT.save(tmp_path / "table.txt").read_text() == f"{REPORT}\n"
     assert not list(tmp_path.glob(".*"))  # no temporary file is left
+
+
+@pytest.mark.parametrize("suffix", record.FORMS)
+def test_a_step_that_takes_no_time_is_saved_in_every_form(tmp_path, suffix):
+    views = plan_text("schedule views; %x = input : 1KiB; %y = view(%x); return %y", Config(passes="none"))
+    assert views.save(tmp_path / f"report{suffix}").stat().st_size
 
 
 def test_an_unknown_suffix_names_the_forms(tmp_path):
