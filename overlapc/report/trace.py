@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -43,9 +43,8 @@ def render(steps: Sequence[StepRecord]) -> bytes:
 
 
 def _order(writer: _Writer, parent: int, order: Data, nodes: Data) -> None:
-    ends = [begin for begin, _ in order["borders"][1:]] + [order["end"]]
     graphs = writer.track("graphs", parent)
-    for (begin, name), end in zip(order["borders"], ends, strict=True):
+    for (begin, name), (end, _) in pairwise((*order["borders"], (order["end"], ""))):
         writer.slice(graphs, begin, end, name)
     rows = []  # Perfetto groups tracks of the same name, and draws each in its own row
     for lane, title in enumerate(order["lanes"]):

@@ -38,6 +38,11 @@ def test_a_step_that_takes_no_time_is_saved_in_every_form(tmp_path, suffix):
     assert views.save(tmp_path / f"report{suffix}").stat().st_size
 
 
+@pytest.mark.parametrize("suffix", record.FORMS)
+def test_a_rank_that_compiled_nothing_is_saved_in_every_form(tmp_path, suffix):
+    assert Report((StepRecord(),)).save(tmp_path / f"report{suffix}").stat().st_size
+
+
 def test_an_unknown_suffix_names_the_forms(tmp_path):
     with pytest.raises(ConfigError, match=r"report.pdf: a report can only be saved as .html, .pftrace, .json or .txt"):
         REPORT.save(tmp_path / "report.pdf")
