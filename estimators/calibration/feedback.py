@@ -120,7 +120,7 @@ def _fit_tables(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tuple[D
     by_table: dict[Table, list[tuple[int, ObservedNode]]] = defaultdict(list)
     for each in seen:
         comm = each.node.comm
-        if comm is None or comm.channels or ranks_by_host(comm, profile) != {0: comm.size}:
+        if comm is None or not comm.bytes or comm.channels or ranks_by_host(comm, profile) != {0: comm.size}:
             continue
         table = profile.table(comm.carried, comm.size, comm.dtype)
         if table is not None:

@@ -204,6 +204,13 @@ def test_a_run_without_measurements_changes_nothing():
     assert feedback.changes == feedback.errors == feedback.refused == ()
 
 
+def test_collectives_without_data_change_no_table():
+    text = "\n".join(f"ar{at} = all_reduce(%p) @dp(4) dtype=bfloat16 : 0B; %w{at} = wait(ar{at})" for at in range(8))
+    schedule = estimated(parse(text), H200)
+    times = {f"ar{at}": 2 * schedule.node("ar0").estimate.ns for at in range(8)}
+    assert feed_back(H200, [Run(schedule, times, {})]).profile == H200
+
+
 def test_without_shares_of_overlap_no_contention_is_fitted():
     run = run_on(machine(matmul=1.2, memory=1.6), "llama_8b_fsdp4.forward")
     feedback = feed_back(BELIEVED, [replace(run, beside={})])
