@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from overlapc.errors import ConfigError
-from overlapc.report.model import StepRecord
-from overlapc.report.page_data import KINDS, Data, page_data
+from overlapc.report.model import KINDS, StepRecord
+from overlapc.report.page_data import Data, page_data
 
 Bar = list[Any]  # lane, kind, begin and end in ns, graph/node
 
@@ -155,7 +155,7 @@ class _Writer:
 
     def _track_event(self, track: int, at_ns: int, kind: int) -> Any:
         packet = self._builder.add_packet()
-        packet.timestamp = at_ns
+        packet.timestamp = max(0, at_ns)  # a difference of times may be below zero by a rounding error
         packet.trusted_packet_sequence_id = _SEQUENCE
         packet.track_event.type = kind
         packet.track_event.track_uuid = track

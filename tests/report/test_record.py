@@ -14,7 +14,7 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.launch.plan import plan_text
 from overlapc.report import record
-from overlapc.report.model import StepRecord
+from overlapc.report.model import Plan, Span, StepRecord
 from overlapc.report.record import Report
 from tests.report.sample import FORWARD, REPORT
 
@@ -81,6 +81,22 @@ def test_the_found_field_accepts_only_known_words(tmp_path):
     path.write_text(path.read_text().replace('"found": "graph"', '"found": "half"'))
     with pytest.raises(ConfigError, match="found"):
         record.load(path)
+
+
+def test_spans_of_unknown_kinds_and_profiles_that_are_not_json_are_refused(tmp_path):
+    path = REPORT.save(tmp_path / "record.json")
+    text = path.read_text()
+    path.write_text(text.replace('"kind": "idle"', '"kind": "idling"'))
+    with pytest.raises(ConfigError, match=r"kind|pattern"):
+        record.load(path)
+    path.write_text(text.replace('"profile": ""', '"profile": "h200"'))
+    with pytest.raises(ConfigError, match="the device profile of forward"):
+        record.load(path).save(tmp_path / "report.html")
+
+
+def test_a_span_that_begins_before_zero_by_a_rounding_error_is_saved_as_a_trace(tmp_path):
+    graph = replace(FORWARD, after=Plan(9.0, (Span("ag0", "@dp", -0.6, 9.0, "start"),)))
+    assert Report((StepRecord(0, 1, (graph,)),)).save(tmp_path / "report.pftrace").stat().st_size
 
 
 def test_a_missing_record_is_refused(tmp_path):
