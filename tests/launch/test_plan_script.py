@@ -15,7 +15,7 @@ from torch._dynamo import trace_rules
 from torch.utils._device import _device_constructors
 
 from overlapc.config import Config
-from overlapc.errors import ConfigError
+from overlapc.errors import ConfigError, MemoryBudgetError
 from overlapc.launch.cli import main
 from overlapc.launch.plan_script import plan_script
 from overlapc.launch.sweep import hardware
@@ -279,6 +279,25 @@ def test_an_error_in_a_script_is_named_with_its_line(script, more, says):
     with pytest.raises(ConfigError, match=says):
         plan_script(script(more), ["0" if "exit" in more else "1"], 8, 8, Config.of(H200))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"passes": "sink_wait"}, ConfigError, r"train.py: \S+train.py:\d+: no pass named 'sink_wait'; nearest.*\Z"),
+        ({"memory_budget": "1KiB"}, MemoryBudgetError, r"\Aforward_\d+: memory_budget leaves 1KiB"),
+    ],
+)
+def test_an_error_of_overlapc_in_a_script_keeps_its_class_and_its_own_hint(script, options, kind, says):
+    with pytest.raises(kind, match=says):
+        plan_script(script(), ["1"], 4, 4, Config(**FEW_PASSES | options))
+
+
+def test_a_syntax_error_is_shown_where_it_is(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("x = 1\ndef f(:\n")
+    with pytest.raises(ConfigError, match=r'train.py:\n  File ".*train.py", line 2\n    def f\(:\n +\^\nSyntaxError'):
+        plan_script(path, [], 1, 1, Config())
 
 
 FABRIC = """
