@@ -461,6 +461,8 @@ def test_hardware_options_change_the_profile_and_are_validated(tmp_path):
     assert (profile.ranks_per_host, profile.network_link.bytes_per_s) == (4, 50e9)
     with pytest.raises(ConfigError, match="network like 400Gb/s or 50GB/s"):
         hardware("h200-nvlink", 0, "fast", tmp_path)
+    with pytest.raises(ConfigError, match="--gpus-per-host -1: write a number"):
+        hardware("h200-nvlink", -1, "", tmp_path)
 
 
 NOT_OURS = {
