@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.estimators.device import DeviceProfile, Link, Table
@@ -67,17 +68,23 @@ class AnalyticCollectives:
 
 
 def interpolate(table: Table, size_bytes: int) -> float:
-    """Return the ns for a size: linear between points, the first point's time below them, the last slope above."""
+    """Return the ns for a size: linear between points, the first point's time below them, `last_slope` above."""
     points = table.points
     at = bisect_left(points, (size_bytes, -math.inf))
     if at == 0:
         return points[0][1]
     if at == len(points):
-        if at == 1:
-            return points[0][1] * size_bytes / points[0][0]
-        at -= 1
+        most, most_ns = points[-1]
+        return most_ns + last_slope(points) * (size_bytes - most)
     (low, low_ns), (high, high_ns) = points[at - 1], points[at]
     return low_ns + (high_ns - low_ns) * (size_bytes - low) / (high - low)
+
+
+def last_slope(points: Sequence[tuple[int, float]]) -> float:
+    """Return the ns per byte above the last point: the slope between the last two, or, with one point or noise that
+    lets times decrease, the ratio of the last."""
+    (less, less_ns), (most, most_ns) = (points[-2] if len(points) > 1 else (0, 0.0)), points[-1]
+    return (most_ns - less_ns) / (most - less) if most_ns > less_ns else most_ns / most
 
 
 def ring_or_tree_ns(comm: Comm, link: Link) -> float | None:

@@ -99,8 +99,12 @@ def libraries() -> Iterator[Finding]:
 def cache(config: Config) -> Finding:
     """Check whether the folder of compiled kernels and steps will be used."""
     folder = config.cache_dir
-    if not folder.exists():
-        return Finding("cache", f"{folder}, not created yet")
+    if not os.path.exists(folder):  # unlike Path.exists, False below a folder that this user cannot read
+        above = next(parent for parent in folder.absolute().parents if os.path.exists(parent))
+        if os.access(above, os.W_OK) and above.is_dir():
+            return Finding("cache", f"{folder}, not created yet")
+        hint = "each process compiles for itself: set OVERLAPC_CACHE_DIR to a folder of your own"
+        return Finding("cache", f"{folder} cannot be created in {above}", hint)
     refused = refusal(folder)
     if refused is not None:
         return Finding("cache", f"{folder} is not used", refused)

@@ -17,6 +17,6 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)  # the block may have removed it
             else:
                 os.environ[name] = value

@@ -25,10 +25,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from overlapc.config import Config
-from overlapc.errors import ConfigError
+from overlapc.errors import ConfigError, MemoryBudgetError, OverlapcError
 from overlapc.launch.environment import environment
 from overlapc.launch.first_update import FirstUpdate, Stepped
-from overlapc.launch.planned_compile import PlannedCompile
+from overlapc.launch.planned_compile import PlannedCompile, fsdp2_manages
 from overlapc.launch.without_gpus import NOT_THE_SCRIPT, gpus
 from overlapc.report import record
 from overlapc.report.record import Report
@@ -50,8 +50,9 @@ def plan_script(
 ) -> tuple[Report, list[str]]:
     """Plan a script. Return the report of rank 0's first step, and the assumptions that were made about the script.
 
-    per_host: the number of ranks per host that the script sees. ConfigError for a script that fails, or that compiles
-    nothing before its first optimizer step.
+    per_host: the number of ranks per host that the script sees. options: override those that the script gives to
+    overlapc. ConfigError for a script that fails, or that compiles nothing before its first optimizer step;
+    MemoryBudgetError if no plan fits into its budget.
     """
     if dist.is_initialized():
         raise ConfigError("planning needs a separate process: this one already has a process group")
@@ -88,7 +89,11 @@ def plan_script(
             f" from tensors are 0, and here one of them is a size: {zeros}\n"
             "hint: for the plan, write that size as a number"
         )
-    assumptions = ["FSDP2 is adopted, as by model = overlapc.adopt_fsdp2(model)"] if compiles.adopted else []
+    assumptions = []
+    if compiles.options_of_script:
+        assumptions.append(f"options of the script: {', '.join(compiles.options_of_script)}")
+    if compiles.adopted:
+        assumptions.append("FSDP2 is adopted, as by model = overlapc.adopt_fsdp2(model)")
     if compiles.by_blocks:
         assumptions.append(
             f"{sum(compiles.by_blocks)} modules that the script compiles one by one are planned with the FSDP2 module"
@@ -100,7 +105,12 @@ def plan_script(
         assumptions.append("SyncBatchNorm is planned as BatchNorm, without the small reductions of its statistics")
     assumptions += [f"{name}.step calls its closure once" for name in update.closures]
     assumptions += [f"optimizer state is not counted for {reason}" for reason in update.not_counted]
-    if world_size > 1 and not any(graph.collectives for graph in step.graphs):
+    if any(map(fsdp2_manages, update.modules)):
+        assumptions.append(
+            "FSDP2 modules that a compiled function calls are not in the plan, because FSDP2's hooks break its graph:"
+            " compile the model itself, or call model = overlapc.adopt_fsdp2(model) before"
+        )
+    elif world_size > 1 and not any(graph.collectives for graph in step.graphs):
         assumptions.append(
             f"no communication between {world_size} ranks, because no compiled graph contains any: the script did not"
             " shard its model here (some trainers do so only if they find a GPU)"
@@ -116,6 +126,8 @@ def _run(path: Path) -> None:
             exec(compile(path.read_bytes(), str(path), "exec"), _MAIN.__dict__)
     except Stepped:
         pass
+    except MemoryBudgetError:
+        raise  # a point of a sweep without a plan
     except SystemExit as left:
         if left.code:
             raise ConfigError(f"{path} ended with {left.code!r} before its first optimizer stepped") from None
@@ -127,10 +139,15 @@ def _failed(path: Path, error: Exception) -> str:
     """Return the message for an error of a script, with the innermost line outside of torch and overlapc."""
     last = _last_frame(error)
     inner = getattr(error, "inner_exception", error)
+    where = f"{path}: {last.filename}:{last.lineno}"
+    if isinstance(inner, OverlapcError):  # it says what to do
+        return f"{where}: {inner}"
+    if isinstance(inner, SyntaxError):
+        return "".join([f"{path}:\n", *traceback.format_exception_only(inner)]).rstrip()
     first = next(iter(str(inner).strip().splitlines()), "")
     needs_values = isinstance(inner, DataDependentOutputException | DynamicOutputShapeException)
     return (
-        f"{path}: {last.filename}:{last.lineno}: {type(inner).__name__}: {first}\n   {last.line}\n"
+        f"{where}: {type(inner).__name__}: {first}\n   {last.line}\n"
         f"hint: {_NEEDS_VALUES if needs_values else _NEEDS_MORE}"
     )
 
@@ -138,7 +155,8 @@ def _failed(path: Path, error: Exception) -> str:
 def _last_frame(error: Exception) -> traceback.FrameSummary:
     """Return the innermost frame outside of torch and overlapc, or the innermost of all if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    return ([frame for frame in frames if not frame.filename.startswith(NOT_THE_SCRIPT)] or frames)[-1]
+    others = (*NOT_THE_SCRIPT, contextlib.__file__)
+    return ([frame for frame in frames if not frame.filename.startswith(others)] or frames)[-1]
 
 
 _MAIN = ModuleType("__main__")  # the same module for every script, because Dynamo caches modules by name

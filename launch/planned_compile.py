@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from overlapc.backend import plan_only
+from overlapc import backend, registration
 from overlapc.compilation.preparation import prepare_torch
 from overlapc.config import Config
+from overlapc.errors import shown
 from overlapc.launch.without_gpus import Patches
 from overlapc.parallel import FSDPModule, adopt_fsdp2
 
 _CALL = "__call__"
+_OURS = ("overlapc", registration.overlapc, backend.overlapc)  # what a script may give as torch.compile's backend
 _torch_compile = torch.compile
 
 
 class PlannedCompile:
-    """The compilations of one script."""
+    """The compilations of one script. options: override those that the script gives to overlapc."""
 
     def __init__(self, options: Config) -> None:
         self.adopted: list[nn.Module] = []
         self.by_blocks: list[int] = []  # for each FSDP2 module, the number of its blocks that were compiled one by one
         self.given_empty = False  # whether a graph was called with an empty tensor that is not a parameter
+        self.options_of_script: dict[str, None] = {}  # NAME=VALUE that graphs were planned with, in order
         self._options = options
         self._modules: Any = ()
         self._unadopted: dict[nn.Module, dict[str, Any]] = {}  # compiled before FSDP2 managed it -> compile arguments
@@ -51,11 +55,13 @@ class PlannedCompile:
 
     def compile(self, model: Any = None, **given: Any) -> Any:
         """Replaces torch.compile."""
+        if model is None:
+            return partial(self.compile, **given)
         if isinstance(model, nn.Module) and _is_of_fsdp2(model):
             self._adopt(model)
         prepare_torch(self._options)
-        given.update(backend=self._plan, mode=None, options=None)
-        made = _torch_compile(model, **given)
+        of_another = {} if given.get("backend") in _OURS else {"mode": None, "options": None}
+        made = _torch_compile(model, **{**given, "backend": self._plan, **of_another})
         if isinstance(made, nn.Module) and not any(isinstance(module, fsdp.FSDPModule) for module in made.modules()):
             self._unadopted[made] = given  # it may be a block of a module that is sharded later
             self._watch_first_call()
@@ -65,16 +71,29 @@ class PlannedCompile:
         """Replaces Module.compile."""
         self._unadopted[module] = given
         self._watch_first_call()
-        if _is_of_fsdp2(module) and not _fsdp2_manages(module):
+        if _is_of_fsdp2(module) and not fsdp2_manages(module):
             self._adopt(module)
         module._compiled_call_impl = self.compile(module._call_impl, **given)
 
-    def _plan(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+    def _plan(
+        self,
+        gm: torch.fx.GraphModule,
+        example_inputs: Any,
+        options: Mapping[str, Any] | Config | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Plan one graph: the backend of the script's compilations. options, mode: those that the script gave."""
         self.given_empty |= any(
             isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _is_empty(value)
             for value in example_inputs
         )
-        return plan_only(gm, example_inputs, options=self._options)
+        config = Config(**{**Config.of(options, mode).given, **self._options.given})
+        own = options.given if isinstance(options, Config) else options or {}
+        taken = {**({"mode": mode} if mode else {}), **own}
+        self.options_of_script |= {
+            f"{name}={shown(value)}": None for name, value in taken.items() if name not in self._options.given
+        }
+        return backend.plan_only(gm, example_inputs, options=config)
 
     def _adopt(self, module: nn.Module) -> None:
         self.adopted.append(adopt_fsdp2(module))
@@ -95,7 +114,7 @@ class PlannedCompile:
     def _before_first_call(self) -> None:
         """Adopt the outermost FSDP2 modules that were compiled or that contain compiled blocks; called before any FSDP2
         module runs. Blocks that are compiled one by one are planned as if the whole module were compiled."""
-        managed = [module for module in self._modules if _fsdp2_manages(module)]
+        managed = [module for module in self._modules if fsdp2_manages(module)]
         inner = {module for outer in managed for module in outer.modules() if module is not outer}
         for outer in managed:
             blocks = [module for module in outer.modules() if module in self._unadopted]
@@ -129,8 +148,9 @@ def _is_empty(tensor: Tensor) -> bool:
 
 def _is_of_fsdp2(model: nn.Module) -> bool:
     """Whether `model` contains modules that FSDP2 manages: compiled like that, no communication is in its graphs."""
-    return any(map(_fsdp2_manages, model.modules()))
+    return any(map(fsdp2_manages, model.modules()))
 
 
-def _fsdp2_manages(module: nn.Module) -> bool:
+def fsdp2_manages(module: nn.Module) -> bool:
+    """Whether FSDP2's hooks gather and reduce the module's parameters; an adopted module has none."""
     return isinstance(module, fsdp.FSDPModule) and not isinstance(module, FSDPModule)

@@ -52,8 +52,10 @@ def hardware(name: str, per_host: int, network: str, folder: Path) -> tuple[str,
     """Return the name or file of a profile, and the profile. If it is changed, it is written to a file in `folder`.
 
     per_host: GPUs per host; 0 leaves the profile's. network: rate of one GPU's network, like 400Gb/s; "" leaves the
-    profile's. ConfigError if it is not a rate.
+    profile's. ConfigError for a number of GPUs or a rate that cannot be.
     """
+    if not 0 <= per_host <= MOST_RANKS:
+        raise ConfigError(f"--gpus-per-host {per_host}: write a number from 1 to {MOST_RANKS:,}")
     profile = load_profile(name)
     if not per_host and not network:
         return name, profile

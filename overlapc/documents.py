@@ -7,8 +7,10 @@ not at all.
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import os
+import zlib
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -25,13 +27,15 @@ _LONGEST = 200  # characters of an error message of msgspec that are quoted
 
 
 def read_text(path: str | PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a file. ConfigError if it cannot be read, is longer than `most_bytes` or is not UTF-8."""
+    """Return the text of a file, decompressed if it is named `*.gz`. ConfigError if it cannot be read, is longer than
+    `most_bytes` or is not UTF-8."""
     try:
-        with Path(path).open("rb") as file:  # in pieces: a single read would allocate `most_bytes` at once
+        with gzip.open(path) if str(path).endswith(".gz") else Path(path).open("rb") as file:
+            # In pieces, because a single read would allocate `most_bytes` at once.
             pieces = itertools.takewhile(len, (file.read(_PIECE) for _ in range(most_bytes // _PIECE + 1)))
             data = b"".join(pieces)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     except ValueError as error:  # an invalid file name, such as one with a null byte
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
     if len(data) > most_bytes:

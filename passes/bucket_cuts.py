@@ -76,7 +76,7 @@ class _Window:
 
     def __init__(self, ordered: Schedule, name: str, members: Sequence[Node], ctx: Context) -> None:
         """Take the nodes from the first producer of the bucket's inputs to its last wait, and a layer on both sides,
-        without collectives whose waits come later: a replay would wait for them at its end."""
+        without other collectives whose waits come later: a replay would wait for them at its end."""
         self.members, self.ctx, self.cost = members, ctx, BucketCost(ctx, members[0])
         self.bucket, waits_of = ordered.position(name), ordered.waits_of
         made = [[ordered.producers.get(read, -1) for read in member.reads] for member in members]
@@ -86,7 +86,7 @@ class _Window:
         last = waits_of.get(self.bucket, [self.bucket])[-1]
         low, high = max(0, first - AROUND), min(len(ordered.nodes), last + 1 + AROUND)
         late = (at for at in range(low, high) if waits_of.get(at, [high])[0] >= high)
-        dropped = {at for at in late if ordered.nodes[at].kind is Kind.START}
+        dropped = {at for at in late if ordered.nodes[at].kind is Kind.START and at != self.bucket}
         self.places = [at for at in range(low, high) if at not in dropped]
         self.ready = [self.places[bisect_left(self.places, 1 + max(makers))] for makers in made]  # by member
         self.started = {at: ordered.started[at] for at in self.places if at in ordered.started}

@@ -52,6 +52,8 @@ def test_option_values_are_parsed_into_their_types(option: str, written: Any, re
         ("peak_increase", "much", "peak_increase: 'much' is not a number"),
         ("rank_timeout", 0, "rank_timeout: 0 is not a positive number of seconds"),
         ("dump", "fusoin", "dump: no stage named 'fusoin'; nearest: fusion"),
+        ("dump", True, "dump: True is neither a word nor a list of words"),
+        ("safe_communication", [5], "safe_communication: [5] is neither a word nor a list of words"),
         ("memory", "pol", "memory: no value named 'pol'; nearest: pool"),
         ("memory_bugdet", 1, "no option named 'memory_bugdet'; nearest: memory_budget"),
     ],

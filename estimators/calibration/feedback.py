@@ -120,9 +120,9 @@ def _fit_tables(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tuple[D
     by_table: dict[Table, list[tuple[int, ObservedNode]]] = defaultdict(list)
     for each in seen:
         comm = each.node.comm
-        if comm is None or comm.channels or ranks_by_host(comm, profile) != {0: comm.size}:
+        if comm is None or not comm.bytes or comm.channels or ranks_by_host(comm, profile) != {0: comm.size}:
             continue
-        table = profile.table(comm.collective, comm.size, comm.dtype)
+        table = profile.table(comm.carried, comm.size, comm.dtype)
         if table is not None:
             by_table[table].append((comm.bytes, each))
     changes: list[ProfileChange] = []
@@ -227,8 +227,8 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tup
         comm = each.overlapping if each.node.comm is None else each.node.comm
         if comm is None or each.load is None or not each.overlapped_throughout:
             continue
-        key = f"{comm.collective}@{comm.channels}" if comm.channels else comm.collective
-        slowdowns[key] = profile.slowdown(comm.collective, comm.channels)
+        key = f"{comm.carried}@{comm.channels}" if comm.channels else comm.carried
+        slowdowns[key] = profile.slowdown(comm.carried, comm.channels)
         groups[key, _field(each, slowdowns[key], profile)].append(each)
     for (key, name), members in sorted(groups.items()):
         if len(members) < MIN_NODES:

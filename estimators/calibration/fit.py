@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from overlapc.estimators.device import Link, Protocol, Table
-from overlapc.estimators.nccl import ring_or_tree_ns
+from overlapc.estimators.nccl import last_slope, ring_or_tree_ns
 from overlapc.schedule.model import Comm
 
 _ROUNDS = 400
@@ -57,15 +57,15 @@ def fit(tables: Sequence[Table]) -> Fit:
 def fit_copies(tables: Sequence[Table]) -> Link:
     """Return the link of copies between ranks, from the bytes that a rank sends to the others.
 
-    The rate is the slope between the two largest sizes, the latency the rest of the smallest size's time; with several
-    tables, the slowest rate and the longest latency. Raise ValueError if no table has two sizes.
+    The rate follows from the slope above the largest size, the latency is the rest of the smallest size's time; with
+    several tables, the slowest rate and the longest latency. Raise ValueError if no table has two sizes.
     """
     found = []
     for table in tables:
         if len(table.points) > 1:
             share = (table.ranks - 1) / table.ranks
-            (small, small_ns), (less, less_ns), (most, most_ns) = table.points[0], *table.points[-2:]
-            rate = share * (most - less) / max(most_ns - less_ns, 1.0) * 1e9
+            small, small_ns = table.points[0]
+            rate = share / last_slope(table.points) * 1e9
             found.append(Link(rate, max(0.0, small_ns - share * small / rate * 1e9)))
     if not found:
         raise ValueError("no copies were measured in two sizes")

@@ -111,7 +111,8 @@ def plan(
 ) -> None:
     """Plan a model or your script on N ranks, or run the passes on schedules. Needs no GPU and no ranks.
 
-    A script runs as rank 0 up to its first optimizer step, on tensors without values; pass its arguments after --.
+    A script runs as rank 0 up to its first optimizer step, on tensors without values; pass its arguments after --. The
+    options that it gives to overlapc apply, too, except those that are given here, and except its profile.
     """
     values = option_values(passes, option)
     if profile is not None:
@@ -216,7 +217,8 @@ def _script_planner(
 
     def plan_one(point: Point) -> Report:
         (ranks,) = counts(point["world size"], "world-size", MOST_RANKS)
-        report, assumed = plan_script(script, arguments, ranks or 8, per_host, _config(values, point))
+        options = Config(**_at(point, values))  # only these, which override those of the script
+        report, assumed = plan_script(script, arguments, ranks or 8, per_host, options)
         assumptions.update(dict.fromkeys(assumed))
         return report
 
@@ -232,10 +234,11 @@ def _model_planner(values: Mapping[str, str], settings: Mapping[str, Any], whole
         (ranks,) = counts(point["world size"], "world-size", MOST_RANKS)
         (seq,), (batch,) = counts(point["seq"], "seq", 2**31), counts(point["batch"], "batch", 2**31)
         cfg = PlanConfig.of(world_size=ranks, seq=seq, batch=batch, **settings)
-        return plan_model(cfg, _config(values, point), whole=whole)
+        return plan_model(cfg, Config.of(_at(point, values)), whole=whole)
 
     return plan_one
 
 
-def _config(values: Mapping[str, str], point: Point) -> Config:
-    return Config.of({**values, **({"memory_budget": point["budget"]} if point["budget"] else {})})
+def _at(point: Point, values: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the options of one point of a sweep."""
+    return {**values, "memory_budget": point["budget"]} if point["budget"] else values

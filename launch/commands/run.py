@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -72,10 +74,14 @@ def run(
         raise ConfigError(f"no script {script!r}")
     rendezvous = Rendezvous(nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     _ = rendezvous.nodes  # raises ConfigError before anything is started
+    default = report is None
     report = output_file(report or new_run_folder() / "overlap.json", "a record", (".json",))
     command = ("-m", script) if module else (script,)
-    # A unique folder: launchers on other hosts may share this disk.
-    with tempfile.TemporaryDirectory(prefix=f".{report.name}.", dir=report.parent) as folder:
+    with (
+        _removed_if_empty(report.parent) if default else nullcontext(),
+        # A unique folder: launchers on other hosts may share this disk.
+        tempfile.TemporaryDirectory(prefix=f".{report.name}.", dir=report.parent) as folder,
+    ):
         last = run_ranks(
             (*command, *(arguments or ())), nproc, Path(folder), variables, watchdog_s=watchdog, rendezvous=rendezvous
         )
@@ -87,5 +93,15 @@ def run(
         return
     if first := collected.steps[0].rank:
         report = report.with_name(f"{report.stem}.rank{first}{report.suffix}")
-    collected.save(report)
+    collected.save(report)  # into its folder, which is made again
     print(f"\n{collected}\n\nwritten to {report}; as a web page: overlapc report {report} --save report.html")
+
+
+@contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove the folder at the end unless it has files, as after a run without a report."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            folder.rmdir()

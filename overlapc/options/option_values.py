@@ -120,7 +120,10 @@ def words(text: Any) -> frozenset[str]:
         return frozenset()
     if isinstance(text, str):
         return frozenset(part.strip() for part in text.split(",") if part.strip())
-    return frozenset(text)
+    found = list(text) if isinstance(text, Iterable) else [text]
+    if not all(isinstance(word, str) for word in found):
+        raise ConfigError(f"{shown(text)} is neither a word nor a list of words")
+    return frozenset(found)
 
 
 def subset_of(kind: str, *known: str) -> Callable[[Any], frozenset[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html as escaping
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -53,7 +53,16 @@ def differences(first: StepRecord, second: StepRecord) -> list[Row]:
     sections = {"where it goes": _parts, "compute": _work, "communication": _queues, "exposed": _causes}
     for section, of in sections.items():
         rows += _section(section, dict(of(first)), dict(of(second)), 0.0 if of is _parts else least_ns)
-    return [*rows, Row("memory", "peak", step_peak_bytes(first), step_peak_bytes(second), is_bytes=True)]
+    return [*rows, _peak(first, second)]
+
+
+def _peak(first: StepRecord, second: StepRecord) -> Row:
+    """Return the row of peak memory, without optimizers unless both steps know their state, as schedules do not."""
+    what = "peak"
+    if bool(first.optimizer_bytes) != bool(second.optimizer_bytes):
+        what = "peak without optimizers"
+        first, second = (replace(step, optimizer_bytes={}, update_peak_bytes=0) for step in (first, second))
+    return Row("memory", what, step_peak_bytes(first), step_peak_bytes(second), is_bytes=True)
 
 
 def _measured(step: StepRecord) -> float | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from overlapc import documents
 from overlapc.estimators.profiles.profile_file import profile_from_json
 from overlapc.graph_names import is_backward, is_forward
 from overlapc.report.advice import OF_ORDER, Cause, Exposure, exposed_is_measured, exposures
@@ -223,7 +224,9 @@ def utilization(step: StepRecord) -> float | None:
     """
     peak_s = 0.0
     for graph, times in step.called:
-        profile = profile_from_json(json.loads(graph.profile)) if graph.profile else None
+        what = f"the device profile of {graph.name}"
+        data = documents.from_json(graph.profile, dict[str, Any], what) if graph.profile else None
+        profile = None if data is None else profile_from_json(data, what)
         for node in schedule_of(graph).nodes:
             if node.work is None or not node.work.flops or not node.work.dtype:
                 continue

@@ -32,7 +32,7 @@ from overlapc.report.graph_record import shown_origin
 from overlapc.report.model import GraphRecord, Measured, Span
 from overlapc.report.parsed_schedules import schedule_of
 from overlapc.report.record import NothingCompiled, Report
-from overlapc.report.trace_reading import Marked, Stall, Trace, merged, read_trace, run_times, typical
+from overlapc.report.trace_reading import Marked, NoMarks, Stall, Trace, merged, read_trace, run_times, typical
 from overlapc.runtime.copies.pool import pools_bytes
 from overlapc.runtime.marks import marked
 from overlapc.schedule.model import COMMUNICATION, Schedule
@@ -76,7 +76,7 @@ class Measurement:
             self._profile.export_chrome_trace(str(path))
             try:
                 trace = read_trace(path)
-            except ConfigError:
+            except NoMarks:
                 raise NothingCompiled(
                     "nothing compiled with backend='overlapc' ran while measuring; put whole steps into the block"
                 ) from None
@@ -89,7 +89,7 @@ class Measurement:
 def measure(trace: str | os.PathLike[str] | None = None, *, last: int = 0) -> Measurement:
     """Profile the steps in a `with` block.
 
-    trace: file for the profiler's Chrome trace, which is large; None: the trace is deleted.
+    trace: file for the profiler's Chrome trace, which is large (*.json.gz: compressed); None: the trace is deleted.
     last: number of runs of each graph that count, from the end; 0: all.
     Raise NothingCompiled if no compiled graph ran in the block.
     """
@@ -97,11 +97,15 @@ def measure(trace: str | os.PathLike[str] | None = None, *, last: int = 0) -> Me
 
 
 def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
-    """Return `graph` with the times of its `last` runs (0: all) in the trace; `graph` itself if it has none."""
-    runs = trace.runs.get(graph.name, ())[-last:]
+    """Return `graph` with the times of its `last` runs (0: all) in the trace; `graph` itself if it has none.
+
+    Every program has a `forward_0`: runs with a node that `graph` lacks are those of another program's graph.
+    """
+    schedule = schedule_of(graph)
+    nodes = schedule.positions.keys()
+    runs = [run for run in trace.runs.get(graph.name, ()) if all(marked.label.node in nodes for marked in run)][-last:]
     if not runs:
         return graph
-    schedule = schedule_of(graph)
     collective_of = {node.name: node.name for node in schedule.nodes if node.kind in COMMUNICATION}
     collective_of |= {wait.name: schedule.start_of(wait).name for wait in schedule.waits()}
     each = [run_times(run, collective_of, trace.on_device) for run in runs]
@@ -121,8 +125,8 @@ def _spans(run: Sequence[Marked], stalls: Sequence[Stall], schedule: Schedule) -
     """Yield the work and the stalls of a run on the lanes of the simulator; time 0 is the start of the first work."""
     begin_ns = min((start for each in run for start, _ in each.work), default=0.0)
     for each in run:
-        name = each.label.node
-        if each.work and name in schedule.positions:
+        if each.work:
+            name = each.label.node
             node = schedule.node(name)
             lane = f"@{node.queue or 'unknown'}" if node.kind in COMMUNICATION else "compute"
             for start, end in merged(each.work):
@@ -137,12 +141,17 @@ def _spans(run: Sequence[Marked], stalls: Sequence[Stall], schedule: Schedule) -
 def report_with_trace(report: Report, path: str | os.PathLike[str]) -> Report:
     """Return `report` with the measured times of a trace file, for the rank that the trace names, else for the first.
 
-    That rank becomes the first of the report. Raise ConfigError if the file is not a trace or has none of the report's
-    graphs.
+    That rank becomes the first of the report. Raise ConfigError if the file is not a trace, has none of the report's
+    graphs, or names a rank that the report lacks.
     """
     trace = read_trace(Path(path))
     ranks = [step.rank for step in report.steps]
-    at = ranks.index(trace.rank) if trace.rank in ranks else 0
+    if trace.rank is not None and trace.rank not in ranks:
+        raise ConfigError(
+            f"{path} is a trace of rank {trace.rank}, but the record has only rank {', '.join(map(str, ranks))}; take"
+            " both from the same rank"
+        )
+    at = 0 if trace.rank is None else ranks.index(trace.rank)
     steps = list(report.steps)
     steps[at] = replace(steps[at], graphs=tuple(with_trace(graph, trace) for graph in steps[at].graphs))
     if not any(graph.measured for graph in steps[at].graphs):

@@ -20,6 +20,9 @@ Ns = Annotated[float, Meta(ge=-1.0, le=MOST_NS)]
 Seconds = Annotated[float, Meta(ge=0, le=MOST_NS / 1e9)]
 Share = Annotated[float, Meta(ge=-1e-6, le=1 + 1e-6)]
 Count = Annotated[int, Meta(ge=0, le=MOST_BYTES)]  # also for bytes
+# What a span shows: a node, by its schedule.Kind as text, or "idle": compute waits for the collective `node`.
+KINDS = ("kernel", "extern", "start", "comm", "idle", "wait", "view", "noop")
+SpanKind = Annotated[str, Meta(pattern=f"^({'|'.join(KINDS)})$")]
 Found = Literal["", "graph", "step"]  # what was in the disk cache: nothing, the graph, or the whole step around it
 
 
@@ -31,7 +34,7 @@ class Span:
     lane: str
     start_ns: Ns
     end_ns: Ns
-    kind: str  # the node's schedule.Kind as text, or "idle": compute waits for the collective `node`
+    kind: SpanKind
     origin: str = ""  # module path or source line
 
 

@@ -9,13 +9,12 @@ from pathlib import PurePath
 from typing import Any
 
 from overlapc.graph_names import is_backward
-from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
+from overlapc.report.model import KINDS, GraphRecord, Plan, Span, StepRecord
 from overlapc.report.parsed_schedules import schedule_of
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Node, Schedule
 from overlapc.units import human_bytes
 
-KINDS = ("kernel", "extern", "start", "comm", "idle", "wait", "view", "noop")
 _POINTS = 2000  # points of the memory curve of one graph
 _HELD = 12  # rows of buffers at the peak that are listed
 _NUMBER = re.compile(r"_\d+$")  # the suffix with which FX distinguishes nodes of the same op

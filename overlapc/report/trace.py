@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, pairwise
 from types import MappingProxyType
 from typing import Any
 
 from overlapc.errors import ConfigError
-from overlapc.report.model import StepRecord
-from overlapc.report.page_data import KINDS, Data, page_data
+from overlapc.report.model import KINDS, StepRecord
+from overlapc.report.page_data import Data, page_data
 
 Bar = list[Any]  # lane, kind, begin and end in ns, graph/node
 
@@ -43,9 +43,8 @@ def render(steps: Sequence[StepRecord]) -> bytes:
 
 
 def _order(writer: _Writer, parent: int, order: Data, nodes: Data) -> None:
-    ends = [begin for begin, _ in order["borders"][1:]] + [order["end"]]
     graphs = writer.track("graphs", parent)
-    for (begin, name), end in zip(order["borders"], ends, strict=True):
+    for (begin, name), (end, _) in pairwise((*order["borders"], (order["end"], ""))):
         writer.slice(graphs, begin, end, name)
     rows = []  # Perfetto groups tracks of the same name, and draws each in its own row
     for lane, title in enumerate(order["lanes"]):
@@ -156,7 +155,7 @@ class _Writer:
 
     def _track_event(self, track: int, at_ns: int, kind: int) -> Any:
         packet = self._builder.add_packet()
-        packet.timestamp = at_ns
+        packet.timestamp = max(0, at_ns)  # a difference of times may be below zero by a rounding error
         packet.trusted_packet_sequence_id = _SEQUENCE
         packet.track_event.type = kind
         packet.track_event.track_uuid = track

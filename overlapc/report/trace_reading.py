@@ -81,13 +81,17 @@ class Stall:
     interval: Interval
 
 
+class NoMarks(ConfigError):
+    """A trace in which no compiled graph runs, or that was recorded without marks."""
+
+
 def read_trace(path: str | Path) -> Trace:
-    """Read the marks in a Chrome trace. Raise ConfigError if the file is not one, or was recorded without marks."""
+    """Read the marks in a Chrome trace. Raise ConfigError if the file is not one, NoMarks if it has none."""
     text = documents.read_text(path, _MOST_BYTES)
     data = documents.from_json(text, _File, f"{path} is not a Chrome trace")
     trace = _trace(data.traceEvents, None if data.distributedInfo is None else data.distributedInfo.rank)
     if not trace.runs:
-        raise ConfigError(
+        raise NoMarks(
             f"{path} has no marks of overlapc; record it under overlapc.report.measure(trace=...), "
             "or with `overlapc demo --profile`"
         )

@@ -260,11 +260,8 @@ def _estimate(statement: Statement) -> Estimate | None:
     if statement.peek("word") is None:
         return None
     ns = statement.take_ns()
-    source = statement.peek("source")
-    if source is None:
-        return Estimate(ns, "given")
-    statement.take("source")
-    return Estimate(ns, source[1:-1])
+    source = statement.take_source()
+    return Estimate(ns, "given" if source is None else source)
 
 
 def _ranks(statement: Statement) -> tuple[int, ...]:

@@ -96,9 +96,8 @@ def _tail(schedule: Schedule, node: Node) -> str:
         parts.append(", ".join(map(_slot, buffers)))
     if node.estimate is not None:
         source = node.estimate.source
-        if "]" in source or "\n" in source:
-            raise ScheduleError(f"{node.name}: the estimate's source {source!r} must not contain ']' or a line break")
-        parts.append(format_ns(node.estimate.ns) + ("" if source == "given" else f" [{source}]"))
+        quoted = json.dumps(source) if "]" in source or "\n" in source or source.startswith('"') else source
+        parts.append(format_ns(node.estimate.ns) + ("" if source == "given" else f" [{quoted}]"))
     return "  ".join(parts)
 
 

@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 _SHOWN = 160  # characters of a line that an error quotes
 MOST_RANKS = 2**20  # ranks of a job; plans list all ranks of a group
 _TOKEN = re.compile(
-    r"""(?P<space>[ \t\r]+|\#[^\n]*)|(?P<end>[;\n])|(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<source>\[[^\]\n]*\])"""
+    r"""(?P<space>[ \t\r]+|\#[^\n]*)|(?P<end>[;\n])|(?P<string>"(?:[^"\\\n]|\\.)*")"""
+    r"""|(?P<source>\["(?:[^"\\\n]|\\.)*"\]|\[[^\]\n]*\])"""
     rf"""|(?P<word>{WORD.pattern})|(?P<mark>[=(),:@])""",
 )
 
@@ -43,12 +44,22 @@ class Statement:
             return self._unquoted(text)
         return text if found == kind else None
 
+    def take_source(self) -> str | None:
+        """Take a source in brackets, if one comes next, and return it without them."""
+        text = self.peek("source")
+        if text is None:
+            return None
+        source = text[1:-1]
+        source = self._unquoted(source) if source.startswith('"') else source
+        self.at += 1
+        return source
+
     def _unquoted(self, text: str) -> str:
         try:
             name: str = json.loads(text)
             name.encode()  # fails for half of a surrogate pair
         except ValueError:
-            self.fail("this quoted name is not a valid JSON string")
+            self.fail("this quoted text is not a valid JSON string")
         return name
 
     def peek_mark(self, ahead: int = 0) -> str | None:

@@ -23,7 +23,8 @@ A line has one statement, or several separated by `;`. A statement is
 - A time without SOURCE is `given`. Text after `#` is a comment. A node's origin is printed as a comment (FX nodes |
   module | line of the user's program) and parsed from it; equal schedules may have different origins.
 
-Names with characters other than letters, digits and `%_.$/+-` are quoted as in JSON.
+Names with characters other than letters, digits and `%_.$/+-`, and sources with `]` or line breaks, are quoted as in
+JSON.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from overlapc.errors import ConfigError
 from overlapc.estimators.base import FREE, FirstKnown, estimate_schedule
 from overlapc.estimators.calibration import quick_profile
+from overlapc.estimators.calibration.fit import fit_copies
 from overlapc.estimators.device import DeviceProfile, Link, Table
 from overlapc.estimators.nccl import AnalyticCollectives, MeasuredCollectives, interpolate
 from overlapc.estimators.profiles import this_machine
@@ -113,6 +114,12 @@ def test_sizes_outside_of_a_table_are_extrapolated():
     table = Table("all_gather", 2, ((10, 5.0), (20, 7.0), (40, 17.0)))
     assert [interpolate(table, size) for size in (1, 10, 15, 30, 60)] == [5.0, 5.0, 6.0, 12.0, 27.0]
     assert interpolate(Table("all_gather", 2, ((10, 5.0),)), 20) == 10.0
+
+
+def test_times_that_decrease_at_the_end_of_a_table_are_extrapolated_at_the_rate_of_the_last_point():
+    table = Table("all_gather via copy", 2, ((10, 4.0), (20, 12.0), (40, 8.0)))
+    assert [interpolate(table, size) for size in (40, 80, 4000)] == [8.0, 16.0, 800.0]
+    assert fit_copies([table]).bytes_per_s == pytest.approx(20 / 8e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -7,6 +7,7 @@ import re
 import pytest
 
 import overlapc.config
+from overlapc.errors import ConfigError
 from overlapc.estimators.profiles.profile_file import profile_path
 from overlapc.launch import cli
 from overlapc.report import record
@@ -265,3 +266,19 @@ def test_a_run_keeps_its_report_beside_those_of_earlier_runs(command, monkeypatc
     assert not list(tmp_path.rglob(".overlap.json.*"))
     assert command("run", "--report", "mine.json", "train.py")[0] == 0
     assert (tmp_path / "mine.json").is_file()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_without_a_report_leaves_no_folder(command, monkeypatch, tmp_path, fails):
+    def ranks(arguments, nproc, run_dir, variables, **_):
+        if fails:
+            raise ConfigError("a rank failed")
+        return run_dir
+
+    monkeypatch.setattr("overlapc.launch.commands.run.run_ranks", ranks)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "out").mkdir()
+    command("run", "train.py")
+    command("run", "--report", "out/mine.json", "train.py")
+    assert not list((tmp_path / "runs").iterdir())
+    assert (tmp_path / "out").is_dir()

@@ -40,6 +40,13 @@ def test_a_cache_folder_that_would_be_refused_is_reported_with_the_reason(tmp_pa
     assert "everyone may write to it" in doctor.cache(config).hint
 
 
+def test_a_cache_folder_that_cannot_be_created_is_reported(tmp_path):
+    (tmp_path / "file").touch()
+    finding = doctor.cache(Config(cache_dir=tmp_path / "file" / "below" / "kernels"))
+    assert finding.found.endswith(f"cannot be created in {tmp_path / 'file'}")
+    assert "set OVERLAPC_CACHE_DIR" in finding.hint
+
+
 def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     finding = doctor.compiler(torch.device("cpu"))

@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch._dynamo import trace_rules
 from torch.utils._device import _device_constructors
 
 from overlapc.config import Config
-from overlapc.errors import ConfigError
+from overlapc.errors import ConfigError, MemoryBudgetError
 from overlapc.launch.cli import main
 from overlapc.launch.plan_script import plan_script
 from overlapc.launch.sweep import hardware
@@ -158,6 +159,26 @@ def test_fsdp2_without_adoption_is_planned_as_if_adopted(script, compiled):
 
 
 @pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ('options={"passes": "none", "memory_budget": "1GiB", "guard_filter_fn": overlapc.trust_modules}',
+         "options of the script: passes='none'"),
+        ('options=overlapc.Config(passes="none")', "options of the script: passes=()"),
+        ('mode="max-autotune"', "options of the script: mode='max-autotune'"),
+    ],
+)  # fmt: skip
+def test_a_script_is_planned_with_its_own_options_unless_the_command_overrides_them(script, monkeypatch, given, shown):
+    monkeypatch.setenv("OVERLAPC_PASSES", "sink_waits")  # weaker than options, stronger than a mode
+    path = script()
+    path.write_text(path.read_text().replace('backend="inductor"', f'backend="overlapc", {given}'))
+    report, assumed = plan_script(path, ["1"], 4, 4, Config(**H200, memory_budget="2GiB"))
+    assert assumed == [shown]
+    graph = report.steps[0].graphs[0]
+    assert graph.budget_bytes == 2 * 2**30
+    assert [row.name for row in graph.passes] == (["sink_waits"] if "mode" in given else [])
+
+
+@pytest.mark.parametrize(
     ("optimizers", "state", "update_numbers"),
     [
         ("torch.optim.AdamW(parameters)", {"AdamW": 2}, 3 + 2),  # gradients, state, and a square root per parameter
@@ -219,6 +240,23 @@ def test_blocks_that_are_compiled_one_by_one_within_fsdp2_are_planned_as_one_gra
     assert {row.op for row in rows} == {"all_gather", "reduce_scatter"}
 
 
+def test_fsdp2_modules_that_a_compiled_function_calls_are_named_as_missing(tmp_path):
+    path = tmp_path / "train.py"
+    called = BY_BLOCKS.replace("{first}", "fully_shard(block)")
+    called = called.replace("model(torch", "torch.compile(lambda x: model(x).sin())(torch")
+    path.write_text(called)
+    _, assumed = plan_script(path, [], 16, 8, Config.of({**H200, "passes": "none"}))
+    assert assumed == [
+        "FSDP2 modules that a compiled function calls are not in the plan, because FSDP2's hooks break its graph:"
+        " compile the model itself, or call model = overlapc.adopt_fsdp2(model) before"
+    ]
+    adopted = called.replace("fully_shard(model)", "fully_shard(model); import overlapc; overlapc.adopt_fsdp2(model)")
+    path.write_text(adopted)
+    report, assumed = plan_script(path, [], 16, 8, Config.of({**H200, "passes": "none"}))
+    assert assumed == []
+    assert all(graph.collectives for graph in report.steps[0].graphs)
+
+
 def test_an_optimizer_calls_its_closure_once(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(CLOSURE)
@@ -241,6 +279,25 @@ def test_an_error_in_a_script_is_named_with_its_line(script, more, says):
     with pytest.raises(ConfigError, match=says):
         plan_script(script(more), ["0" if "exit" in more else "1"], 8, 8, Config.of(H200))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"passes": "sink_wait"}, ConfigError, r"train.py: \S+train.py:\d+: no pass named 'sink_wait'; nearest.*\Z"),
+        ({"memory_budget": "1KiB"}, MemoryBudgetError, r"\Aforward_\d+: memory_budget leaves 1KiB"),
+    ],
+)
+def test_an_error_of_overlapc_in_a_script_keeps_its_class_and_its_own_hint(script, options, kind, says):
+    with pytest.raises(kind, match=says):
+        plan_script(script(), ["1"], 4, 4, Config(**FEW_PASSES | options))
+
+
+def test_a_syntax_error_is_shown_where_it_is(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("x = 1\ndef f(:\n")
+    with pytest.raises(ConfigError, match=r'train.py:\n  File ".*train.py", line 2\n    def f\(:\n +\^\nSyntaxError'):
+        plan_script(path, [], 1, 1, Config())
 
 
 FABRIC = """
@@ -340,6 +397,14 @@ def test_each_plan_of_a_script_has_its_own_globals(tmp_path):
         assert [line.split(",")[0] for line in assumed] == ["no communication between 8 ranks"]
 
 
+def test_a_script_may_remove_the_variables_of_its_launcher(script, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    plan_script(script("del os.environ['RANK'], os.environ['MASTER_PORT']"), ["1"], 4, 4, Config.of(FEW_PASSES))
+    assert os.environ["RANK"] == "3"
+    assert "MASTER_PORT" not in os.environ
+
+
 def test_a_script_builds_its_model_on_the_meta_device():
     _device_constructors.cache_clear()  # as in a new process
     with gpus(world_size=2, per_host=2), torch.device("meta"):
@@ -396,6 +461,8 @@ def test_hardware_options_change_the_profile_and_are_validated(tmp_path):
     assert (profile.ranks_per_host, profile.network_link.bytes_per_s) == (4, 50e9)
     with pytest.raises(ConfigError, match="network like 400Gb/s or 50GB/s"):
         hardware("h200-nvlink", 0, "fast", tmp_path)
+    with pytest.raises(ConfigError, match="--gpus-per-host -1: write a number"):
+        hardware("h200-nvlink", -1, "", tmp_path)
 
 
 NOT_OURS = {

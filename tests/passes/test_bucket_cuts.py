@@ -64,6 +64,12 @@ def test_the_last_bucket_is_cut_and_each_part_starts_where_its_inputs_are_ready(
     assert order.index("r0") < order.index("k1")
 
 
+def test_a_bucket_that_no_wait_closes_is_cut_too():
+    """Together both take 90us after y, but a does not need y."""
+    scatters = "a = reduce_scatter(p) @dp unit=m : 0B 50us; b = reduce_scatter(y) @dp unit=m : 0B 50us"
+    assert starts(bucketed(f"y = kernel(x) : 8B 500us; {scatters}")[0]) == ["a", "b"]
+
+
 def test_only_exposed_buckets_are_cut():
     """The first two kernels hide the other gathers of their module, and the whole module hides the second's bucket."""
     moved, _ = bucketed(gathers(4, 120) + "\n" + gathers(4, 120, "n"))

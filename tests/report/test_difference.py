@@ -41,6 +41,13 @@ def test_a_figure_that_only_one_record_has_is_not_known_for_the_other():
     assert line.split() == ["measured", "not", "known", "0.300", "ms"]
 
 
+def test_peaks_are_compared_without_optimizers_unless_both_steps_know_their_state():
+    trained = replace(AFTER, optimizer_bytes={"AdamW": 2**20}, update_peak_bytes=2**30)
+    peak = differences(trained, AFTER)[-1]
+    assert (peak.what, peak.first, peak.second) == ("peak without optimizers", 3 * 2**20, 3 * 2**20)
+    assert differences(trained, trained)[-1].first == 2**30
+
+
 def test_the_command_compares_records_as_table_and_page(tmp_path, capsys):
     first = Report((BEFORE,)).save(tmp_path / "a.json")
     second = Report((AFTER,)).save(tmp_path / "b.json")

@@ -1,5 +1,6 @@
 """Profiler traces are matched to nodes: synthetic traces of a GPU and a real one of a CPU."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 
 import overlapc
 from overlapc.errors import ConfigError
-from overlapc.report import compare, record
+from overlapc.report import compare, record, trace_reading
 from overlapc.report.measure import with_trace
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
 from overlapc.report.record import NothingCompiled, Report
@@ -146,7 +147,8 @@ def test_a_gap_that_waits_for_no_collective_is_idle(tmp_path):
     ]  # fmt: skip
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    measured = with_trace(GRAPH, read_trace(path)).measured
+    graph = replace(GRAPH, schedule=SCHEDULE.replace("w0 =", "k1 = kernel(x); k2 = kernel(x); w0 ="))
+    measured = with_trace(graph, read_trace(path)).measured
     assert (measured.step_ns, measured.compute_ns) == (75 * US, 35 * US)
     assert measured.exposed_ns == 20 * US  # from the end of k2 to that of ag0, for which mm0 waits
     assert measured.exposed == {"ag0": 20 * US}
@@ -261,13 +263,33 @@ def test_a_trace_goes_to_its_rank_and_survives_a_file(gpu_trace, tmp_path):
     assert "predicted and measured" in page
 
 
+def test_a_compressed_trace_is_read(gpu_trace, tmp_path):
+    compressed = tmp_path / "trace.json.gz"
+    compressed.write_bytes(gzip.compress(gpu_trace.read_bytes()))
+    assert read_trace(compressed) == read_trace(gpu_trace)
+    compressed.write_bytes(compressed.read_bytes()[:99])
+    with pytest.raises(ConfigError, match=r"cannot read .*trace\.json\.gz: Compressed file ended"):
+        read_trace(compressed)
+
+
 def test_other_files_are_refused(gpu_trace, tmp_path):
-    other = Report((StepRecord(0, 1, (GRAPH.__class__(**{**_fields(GRAPH), "name": "inference_3"}),)),))
+    other = Report((StepRecord(1, 2, (GRAPH.__class__(**{**_fields(GRAPH), "name": "inference_3"}),)),))
     with pytest.raises(ConfigError, match="holds other graphs"):
         overlapc.report.report_with_trace(other, gpu_trace)
     (tmp_path / "no.json").write_text("[]")
     with pytest.raises(ConfigError, match="not a Chrome trace"):
         read_trace(tmp_path / "no.json")
+
+
+def test_a_trace_of_another_program_with_graphs_of_the_same_names_is_refused(gpu_trace):
+    other = replace(GRAPH, schedule=SCHEDULE.replace("k0", "add"))
+    with pytest.raises(ConfigError, match="holds other graphs"):
+        overlapc.report.report_with_trace(Report((StepRecord(1, 2, (other,)),)), gpu_trace)
+
+
+def test_a_trace_of_a_rank_that_the_record_lacks_is_refused(gpu_trace):
+    with pytest.raises(ConfigError, match="is a trace of rank 1, but the record has only rank 0"):
+        overlapc.report.report_with_trace(Report((StepRecord(0, 2, (GRAPH,)),)), gpu_trace)
 
 
 def _fields(graph):
@@ -288,7 +310,8 @@ def test_gloo_operations_are_matched_to_starts_in_order(tmp_path):
     path.write_text(json.dumps({"traceEvents": events}))
     trace = read_trace(path)
     assert not trace.on_device
-    assert with_trace(GRAPH, trace).measured.nodes == {"rs0": 21 * US, "k0": 4 * US, "ag0": 7 * US}
+    graph = replace(GRAPH, schedule=f"{SCHEDULE}rs0 = reduce_scatter(p, x) @dp(4)\nw1 = wait(rs0)")
+    assert with_trace(graph, trace).measured.nodes == {"rs0": 21 * US, "k0": 4 * US, "ag0": 7 * US}
 
 
 def test_a_real_step_on_a_cpu_is_measured():
@@ -316,7 +339,14 @@ def test_a_real_step_on_a_cpu_is_measured():
     assert "predicted and measured (3 run(s))" in str(report)
 
 
-def test_nothing_compiled_while_measuring_is_an_error():
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_nothing_compiled_while_measuring_is_an_error(name, tmp_path):
     record.clear()
-    with pytest.raises(NothingCompiled, match="ran while measuring"), overlapc.report.measure():
+    with pytest.raises(NothingCompiled, match="ran while measuring"), overlapc.report.measure(tmp_path / name):
+        torch.ones(3).add(1)
+
+
+def test_a_trace_that_cannot_be_read_says_why(monkeypatch):
+    monkeypatch.setattr(trace_reading, "_MOST_BYTES", 0)
+    with pytest.raises(ConfigError, match="is longer than 0 MiB"), overlapc.report.measure():
         torch.ones(3).add(1)

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc.report
+from overlapc.config import Config
 from overlapc.errors import ConfigError
+from overlapc.launch.plan import plan_text
 from overlapc.report import record
-from overlapc.report.model import StepRecord
+from overlapc.report.model import Plan, Span, StepRecord
 from overlapc.report.record import Report
 from tests.report.sample import FORWARD, REPORT
 
@@ -28,6 +30,17 @@ def test_the_suffix_selects_the_form(tmp_path):
     assert REPORT.save(tmp_path / "schedule.txt").read_text().startswith("schedule forward")
     assert REPORT.save(tmp_path / "table.txt").read_text() == f"{REPORT}\n"
     assert not list(tmp_path.glob(".*"))  # no temporary file is left
+
+
+@pytest.mark.parametrize("suffix", record.FORMS)
+def test_a_step_that_takes_no_time_is_saved_in_every_form(tmp_path, suffix):
+    views = plan_text("schedule views; %x = input : 1KiB; %y = view(%x); return %y", Config(passes="none"))
+    assert views.save(tmp_path / f"report{suffix}").stat().st_size
+
+
+@pytest.mark.parametrize("suffix", record.FORMS)
+def test_a_rank_that_compiled_nothing_is_saved_in_every_form(tmp_path, suffix):
+    assert Report((StepRecord(),)).save(tmp_path / f"report{suffix}").stat().st_size
 
 
 def test_an_unknown_suffix_names_the_forms(tmp_path):
@@ -68,6 +81,22 @@ def test_the_found_field_accepts_only_known_words(tmp_path):
     path.write_text(path.read_text().replace('"found": "graph"', '"found": "half"'))
     with pytest.raises(ConfigError, match="found"):
         record.load(path)
+
+
+def test_spans_of_unknown_kinds_and_profiles_that_are_not_json_are_refused(tmp_path):
+    path = REPORT.save(tmp_path / "record.json")
+    text = path.read_text()
+    path.write_text(text.replace('"kind": "idle"', '"kind": "idling"'))
+    with pytest.raises(ConfigError, match=r"kind|pattern"):
+        record.load(path)
+    path.write_text(text.replace('"profile": ""', '"profile": "h200"'))
+    with pytest.raises(ConfigError, match="the device profile of forward"):
+        record.load(path).save(tmp_path / "report.html")
+
+
+def test_a_span_that_begins_before_zero_by_a_rounding_error_is_saved_as_a_trace(tmp_path):
+    graph = replace(FORWARD, after=Plan(9.0, (Span("ag0", "@dp", -0.6, 9.0, "start"),)))
+    assert Report((StepRecord(0, 1, (graph,)),)).save(tmp_path / "report.pftrace").stat().st_size
 
 
 def test_a_missing_record_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from overlapc.estimators.calibration.feedback import feed_back
 from overlapc.estimators.calibration.observed import Run, estimated, observe
 from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.nccl import interpolate
 from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.passes.base import Context
@@ -139,6 +140,34 @@ def test_curves_of_contention_are_scaled_as_a_whole():
         assert times == pytest.approx(1.3 * dict(believed.slowdowns["all_gather"].memories)[size], rel=0.05)
 
 
+def test_tables_and_contention_of_copies_are_fitted_apart_from_those_of_the_library():
+    """Copies take twice as long as believed, kernels beside them 1.5 times; no measured gather uses the library."""
+    text, work = ["schedule copied"], "flops=0 read=64MiB write=64MiB : 64MiB"
+    for at in range(12):
+        text += [
+            f"%p{at} = input : 16MiB",
+            f"%x{at} = input : 64MiB",
+            f"ag{at} = all_gather(%p{at}) @dp(4) via copy dtype=bfloat16 : 64MiB",
+            f"%u{at} = kernel(%x{at}) {work}",  # the gather starts at its end
+            *(f"%y{at}_{copy} = kernel(%u{at}) {work}" for copy in range(3)),
+            f"%w{at} = wait(ag{at})",
+            f"%z{at} = kernel(%w{at}) {work}",
+        ]
+    schedule = estimated(parse("\n".join(text)), H200)
+    longer, beside = {"a": 2.0, "u": 1.0, "y": 1.5, "z": 1.0}, {"a": 0.0, "u": 0.0, "y": 1.0, "z": 0.0}
+    times = {node.name: node.estimate.ns for node in schedule.nodes if node.kind in (*COMPUTE, *COMMUNICATION)}
+    run = Run(
+        schedule,
+        {name: ns * longer[name.strip("%")[0]] for name, ns in times.items()},
+        {name: beside[name.strip("%")[0]] for name in times},
+    )
+    fitted = feed_back(H200, [run]).profile
+    assert interpolate(fitted.table("all_gather via copy", 4, "bf16"), 2**26) == pytest.approx(2 * times["ag0"])
+    assert fitted.table("all_gather", 4, "bf16") == H200.table("all_gather", 4, "bf16")
+    changed = [name for name, each in fitted.slowdowns.items() if each != H200.slowdowns.get(name)]
+    assert changed == ["all_gather via copy"]
+
+
 def test_sizes_without_measurements_are_unchanged(fed_back):
     _, _, feedback = fed_back
     old, new = dict(BELIEVED.curves["matmul.bf16"]), dict(feedback.profile.curves["matmul.bf16"])
@@ -173,6 +202,13 @@ def test_a_run_without_measurements_changes_nothing():
     feedback = feed_back(BELIEVED, [replace(run, measured_ns={}, beside={})])
     assert feedback.profile == BELIEVED
     assert feedback.changes == feedback.errors == feedback.refused == ()
+
+
+def test_collectives_without_data_change_no_table():
+    text = "\n".join(f"ar{at} = all_reduce(%p) @dp(4) dtype=bfloat16 : 0B; %w{at} = wait(ar{at})" for at in range(8))
+    schedule = estimated(parse(text), H200)
+    times = {f"ar{at}": 2 * schedule.node("ar0").estimate.ns for at in range(8)}
+    assert feed_back(H200, [Run(schedule, times, {})]).profile == H200
 
 
 def test_without_shares_of_overlap_no_contention_is_fitted():
