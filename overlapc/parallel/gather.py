@@ -277,12 +277,16 @@ def _is_shape_inference(tensor: Tensor) -> bool:
     return type(tensor) is FakeTensor and all(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
+def as_sharded(part: Tensor, param: DTensor) -> DTensor:
+    """Return this rank's part of a gradient as a DTensor that is sharded like `param`."""
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
 @torch.no_grad()
 def accumulate_reduced(param: DTensor, key: str, grad: Tensor) -> None:
     """Reduce the full gradient `grad` of `param` and add this rank's part to `param.grad`; every rank must do so."""
-    local = _reduce(grad, _params[key], param.dtype)
-    mesh, placements = param.device_mesh, param.placements
-    reduced = DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+    reduced = as_sharded(_reduce(grad, _params[key], param.dtype), param)
     param.grad = reduced if param.grad is None else param.grad + reduced
 
 

@@ -27,7 +27,7 @@ from overlapc.errors import OverlapcError
 from overlapc.fx.versions.dynamo import never_compiled_alone
 from overlapc.fx.versions.sharding import in_backward
 from overlapc.parallel.controls import modules_of
-from overlapc.parallel.gather import ShardedParam, as_parameter, gather_all, reduce_used, with_due
+from overlapc.parallel.gather import ShardedParam, as_parameter, as_sharded, gather_all, reduce_used, with_due
 from overlapc.parallel.gather_stream import gather_stream
 from overlapc.parallel.nested import map_tensors
 from overlapc.parallel.unreduced import managed
@@ -428,11 +428,9 @@ def _connected(fulls: Sequence[_Full], leaves: Sequence[Tensor | None], forward:
 
     leaves: those where gradients accumulate unreduced, or None for parameters whose gradients are reduced.
     """
-    shards = []
-    for full, leaf in zip(fulls, leaves, strict=True):
-        held: Any = full.param if leaf is None else full.param.detach()
-        shards.append(held.to_local())
-    connected: tuple[Tensor, ...] = _Connected.apply(fulls, forward, len(fulls), *shards, *leaves)
+    # The DTensors themselves: before torch 2.13 the gradient of `to_local` is zeros where there should be none.
+    params = [full.param if leaf is None else None for full, leaf in zip(fulls, leaves, strict=True)]
+    connected: tuple[Tensor, ...] = _Connected.apply(fulls, forward, len(fulls), *params, *leaves)
     return connected
 
 
@@ -451,7 +449,7 @@ class _Connected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         fulls, needed = ctx.fulls, ctx.needs_input_grad[3:]
-        of_shards: list[Tensor | None] = [None] * len(fulls)
+        of_params: list[Tensor | None] = [None] * len(fulls)
         of_leaves: list[Tensor | None] = [None] * len(fulls)
         reduced = [at for at in range(len(fulls)) if needed[at]]
         for at, dtype in enumerate(ctx.leaf_dtypes):
@@ -462,10 +460,10 @@ class _Connected(torch.autograd.Function):
             given = [with_due(grads[at], fulls[at].sharded.key) for at in reduced]
             parts = reduce_used(given, [fulls[at].sharded for at in reduced], [fulls[at].shard for at in reduced])
             for at, part in zip(reduced, parts, strict=True):
-                of_shards[at] = part
+                of_params[at] = None if part is None else as_sharded(part, fulls[at].param)
         if ctx.forward is not None:
             ctx.forward.node_ended()
-        return None, None, None, *of_shards, *of_leaves
+        return None, None, None, *of_params, *of_leaves
 
 
 def _device_of(module: Any) -> torch.device:

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -85,9 +85,10 @@ class Steps:
         return dict([kind for kind, times in kinds.items() if times == most][-1])
 
     def step_s(self) -> float | None:
-        """Return the median time between the ends of the last steps; None before two have ended."""
+        """Return the median time between the ends of the last steps, the lower one of an even number, because the first
+        step is slow; None before two have ended."""
         ends = list(self.ends_s)
-        return median(b - a for a, b in itertools.pairwise(ends)) if len(ends) > 1 else None
+        return median_low(b - a for a, b in itertools.pairwise(ends)) if len(ends) > 1 else None
 
     def clear(self) -> None:
         """Forget steps and calls; graphs that are compiled already are no longer counted."""

@@ -42,6 +42,12 @@ def test_the_time_of_a_step_is_from_optimizer_to_optimizer(monkeypatch):
     assert watched.step_s() == 2.0
 
 
+def test_after_three_steps_the_time_of_the_first_is_not_part_of_the_median():
+    watched = steps.Steps()
+    watched.ends_s.extend([0.0, 9.0, 10.0])  # the second step compiled backward for another batch
+    assert watched.step_s() == 1.0
+
+
 def test_tensorboard_accepts_metrics(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     job = Train(8)
