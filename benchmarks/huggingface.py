@@ -2,6 +2,7 @@
 
     python benchmarks/huggingface.py --nproc 2
     python benchmarks/huggingface.py --nproc 1 --model vit-large --profile
+    python benchmarks/huggingface.py --nproc 2 --breaks                  # with a graph break in each block
     python benchmarks/huggingface.py --device cpu --nproc 2 --tiny --model gemma3-1b --steps 1 --rounds 1
 
 The models are those of huggingface_models.py; most need transformers. Every system has random weights from one seed,
@@ -51,7 +52,7 @@ class System:
         """Build the sharded model; it compiles at its first step."""
         case = CASES[self.args.model]
         shape = case.shape(self.args.tiny)
-        model = sharded(case, shape, self.args.device, compile_blocks=self.name == "compile")
+        model = sharded(case, shape, self.args.device, self.name == "compile", self.args.breaks)
         self.call: Callable[..., Any] = model
         if self.name == "overlapc":
             self.call = torch.compile(overlapc.adopt_fsdp2(model), backend="overlapc")
@@ -174,6 +175,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2, help="ranks, one per GPU (default: %(default)s)")
     parser.add_argument("--model", choices=CASES, default="llama-1b")
     parser.add_argument("--tiny", action="store_true", help="the same models in their smallest sizes")
+    parser.add_argument("--breaks", action="store_true", help="let each block break the graph in its midst")
     parser.add_argument("--seq", type=int, help="tokens per row (default: the model's)")
     parser.add_argument("--batch", type=int, help="rows per GPU (default: the model's)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per round")

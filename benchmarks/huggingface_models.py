@@ -43,10 +43,11 @@ class Case:
         return next(int(self.config[name]) for name in _DEPTHS if name in self.config)
 
 
-def sharded(case: Case, shape: Mapping[str, Any], device: str, compile_blocks: bool) -> nn.Module:
+def sharded(case: Case, shape: Mapping[str, Any], device: str, compile_blocks: bool, breaks: bool = False) -> nn.Module:
     """Return the model in training mode, its blocks and the whole model sharded by FSDP2 over all ranks.
 
-    Weights are float32, drawn from one seed; compute is in bfloat16, gradients are reduced in float32.
+    breaks: let each block break the graph before its last module. Weights are float32, drawn from one seed; compute is
+    in bfloat16, gradients are reduced in float32.
     """
     torch.manual_seed(0)
     with torch.device(device):
@@ -55,6 +56,8 @@ def sharded(case: Case, shape: Mapping[str, Any], device: str, compile_blocks: b
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in [module for module in model.modules() if type(module).__name__ in case.blocks]:
+        if breaks:
+            [*block.children()][-1].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
         if compile_blocks:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy)
