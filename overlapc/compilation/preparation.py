@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from overlapc.config import Config
 from overlapc.fx.versions.dynamo import (
     compile_with_stack_room,
     name_lines_only_in_logs,
+    never_compiled_alone,
     no_guards_on_equal_meshes,
     skip_calls_of,
 )
@@ -24,6 +26,7 @@ def prepare_torch(config: Config) -> None:
 
     - garbage collection pauses while Dynamo compiles
     - calls of `warning_once` and `info_once` break no graph
+    - transformers' functions that make attention masks are traced within their callers only
     - fake tensors initialize each GPU once
     - Dynamo looks up the function around a line only if it logs it
     - Dynamo does not guard that DTensors share a mesh object: guards that their meshes are equal suffice
@@ -32,6 +35,8 @@ def prepare_torch(config: Config) -> None:
     """
     pause_while_compiling()
     _skip_messages_logged_once()
+    for name in ("transformers.masking_utils", "transformers.utils.import_utils"):
+        when_imported(name, _trace_within_callers_only)
     initialize_gpus_once()
     name_lines_only_in_logs()
     no_guards_on_equal_meshes()
@@ -43,6 +48,18 @@ def prepare_torch(config: Config) -> None:
 
 def _prepare_for_sharded_modules(access: ModuleType) -> None:
     access.prepare_dynamo(_trace_once)
+
+
+def _trace_within_callers_only(module: ModuleType) -> None:
+    """Let transformers' functions that make attention masks, and those that say whether they are traced, run eagerly
+    in a model with graph breaks, where Dynamo would compile them one by one.
+
+    Untraced, they return no mask where attention may be causal; traced, a tensor that the next graph gets as data.
+    """
+    for function in vars(module).values():
+        if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+            never_compiled_alone(function)
+            never_compiled_alone(inspect.unwrap(function))
 
 
 def _skip_messages_logged_once() -> None:
