@@ -22,7 +22,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        # Not `is_dataclass`: torch 2.11 breaks the graph if that asks the class of None, or of an object made in it.
+        if getattr(leaf, "__dataclass_fields__", None) is None or isinstance(leaf, type):
             return leaf
         others = {}
         for field in dataclasses.fields(leaf):

@@ -374,6 +374,26 @@ def test_a_dataclass_that_needs_no_cast_stays_the_same_object():
     assert map_tensors(lambda tensor: tensor.to(torch.float32), {"batch": batch})["batch"] is batch
 
 
+def test_casts_of_arguments_break_no_graph():
+    @dataclasses.dataclass
+    class Result:
+        hidden: torch.Tensor
+        cache: object
+
+    class Cache:
+        pass
+
+    def call(x: torch.Tensor, flag: bool) -> torch.Tensor:
+        cache = Cache()  # torch 2.11 does not trace questions about the class of an object that is made in the graph
+        given = ((x, None, 3, flag, "name", torch.float32), {"mask": None, "cache": cache, "result": Result(x, cache)})
+        args, kwargs = map_tensors(lambda tensor: tensor.half(), given)
+        assert kwargs["cache"] is cache
+        return args[0] + kwargs["result"].hidden
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(3), True), torch.full((3,), 2.0, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("compile_it", [False, True])
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16])
 def test_parameters_may_change_their_dtype_after_sharding(change, compile_it):
