@@ -262,7 +262,7 @@ class Gathered:
         self.leave()
 
     @property
-    def is_current_or_full(self) -> bool:
+    def can_be_filled(self) -> bool:
         """Whether all values are there, or can be gathered again."""
         return all(not full.is_empty or full.is_of(full.param) for full in self._full.values())
 
@@ -282,7 +282,7 @@ class Gathered:
         self.fill()
         self.show(running=True)
         before = None if forward.before is None else forward.before()
-        if before is not None and before.gathered.is_current_or_full:
+        if before is not None and before.gathered.can_be_filled:
             before.gathered.prefetch()  # its backward comes next
 
     def end_backward(self, forward: Forward) -> None:
