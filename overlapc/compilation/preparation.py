@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from functools import cache
 from types import FunctionType, ModuleType
 
 from overlapc.config import Config
@@ -50,6 +51,7 @@ def _prepare_for_sharded_modules(access: ModuleType) -> None:
     access.prepare_dynamo(_trace_once)
 
 
+@cache
 def _trace_within_callers_only(module: ModuleType) -> None:
     """Let transformers' functions that make attention masks, and those that say whether they are traced, run eagerly
     in a model with graph breaks, where Dynamo would compile them one by one.

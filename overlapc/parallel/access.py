@@ -1,8 +1,9 @@
 """Reading a managed parameter: gathered inside forward, sharded everywhere else.
 
-A module that owns managed parameters gets a subclass of its own class with one property per parameter. Inside a
-forward (or its recomputation by an eager checkpoint in backward) the property gathers; elsewhere it returns the sharded
-DTensor parameter, which is what initialization, optimizers and checkpoints need.
+A module that owns managed parameters gets a subclass of its own class with one property per parameter. In a graph that
+contains the whole forward of the sharded module, the property is a gather. In any other forward, and in its backward,
+it returns what was gathered when that began (`gathered.py`). Elsewhere it returns the sharded DTensor parameter, which
+is what initialization, optimizers and checkpoints need.
 """
 
 from __future__ import annotations

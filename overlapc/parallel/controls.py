@@ -38,7 +38,7 @@ REFUSED = {
     "set_custom_reduce_scatter": "remove the call: overlapc issues its own reduce-scatters, which its passes can move",
     "set_all_reduce_hook": "change gradients between backward and the optimizer's step",
     "set_force_sum_reduction_for_comms": "call set_gradient_divide_factor(number of ranks), which reduces by sums",
-    "set_reduce_scatter_unused_params": "remove the call: parameters without a gradient are not reduced",
+    "set_reduce_scatter_unused_params": "remove the call: parameters that no rank used are not reduced",
 }
 
 

@@ -153,6 +153,10 @@ class ShardedParam:
         """Return the dtype of the gathered tensor. As in FSDP2, integers are never cast."""
         return (self.param_dtype if shard.dtype.is_floating_point else None) or shard.dtype
 
+    def gathered_size(self, shard: Tensor) -> tuple[int, ...]:
+        """Return the size of the gathered tensor."""
+        return (*shard.shape[: self.dim], self.length, *shard.shape[self.dim + 1 :])
+
     def mean(self, grad: Tensor) -> tuple[str, float, float]:
         """Return (reduction, divisor before it, divisor after it) for the mean of `grad` over ranks, as FSDP2 does.
 
@@ -236,10 +240,8 @@ def unsynced_leaf(param: Tensor, key: str) -> Tensor:
     assert isinstance(param, DTensor)
     sharded = _params[key]
     shard = param.to_local()
-    shape = [*shard.shape]
-    shape[sharded.dim] = sharded.length
     dtype = sharded.reduce_dtype or sharded.computed_dtype(shard)
-    return shard.new_empty(1, dtype=dtype).expand(shape).requires_grad_()
+    return shard.new_empty(1, dtype=dtype).expand(sharded.gathered_size(shard)).requires_grad_()
 
 
 class _Unshard(torch.autograd.Function):
@@ -375,9 +377,7 @@ def reduce_used(grads: Sequence[Tensor | None], params: Sequence[ShardedParam], 
     for at, (grad, param, shard) in enumerate(zip(grads, params, shards, strict=True)):
         if used[at]:
             if grad is None:
-                shape = [*shard.shape]
-                shape[param.dim] = param.length
-                grad = shard.new_zeros(shape, dtype=param.computed_dtype(shard))
+                grad = shard.new_zeros(param.gathered_size(shard), dtype=param.computed_dtype(shard))
             reduction, tensor, after = _prepared(grad, param)
             prepared.setdefault(reduction, {})[at] = tensor, after
     axis, replicate = params[0].group.axis, params[0].group.replicate

@@ -72,8 +72,11 @@ class GatherStream:
             one.freed_after = event
         self._waiting.append((used, event))
 
-    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave memory to whoever refers to it: it may be used again after the compute issued until it is released."""
+    def release_after_compute(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the allocator reuse the memory of each tensor only after the compute issued until the tensor is released.
+
+        It knows only that this stream uses the memory, on which the tensors were allocated.
+        """
         if self._stream is not None:
             compute = torch.cuda.current_stream(self._stream.device)
             for tensor in tensors:

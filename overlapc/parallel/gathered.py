@@ -61,7 +61,7 @@ def unshard(module: Any) -> None:
     gathered = _of(module, is_outermost=True)
     gathered.kept = True
     gathered.connect(None)
-    gathered.leave()
+    gathered.release_after_compute()
 
 
 def reshard(module: Any) -> None:
@@ -97,7 +97,7 @@ def run_gathered(module: Any, call: Callable[..., Any], args: Any, kwargs: Any) 
         output = call(*args, **kwargs)
     except BaseException:
         forward.stop()
-        forward.gathered.leave()
+        forward.gathered.release_after_compute()
         raise
     finally:
         _this_thread.forwards -= 1
@@ -223,9 +223,9 @@ class Gathered:
             self._ready.wait()
             self._ready = None
 
-    def leave(self) -> None:
-        """Leave the memory to autograd, or to nobody: it is freed when nothing refers to it."""
-        self.stream.leave(full.tensor for full in self._full.values() if full.tensor is not None)
+    def release_after_compute(self) -> None:
+        """Let the allocator reuse the memory once no tensor refers to it and the compute issued by then has ended."""
+        self.stream.release_after_compute(full.tensor for full in self._full.values() if full.tensor is not None)
 
     def _leaves(self) -> dict[str, Tensor]:
         """Return the leaves where unreduced gradients accumulate, by parameter key."""
@@ -259,7 +259,7 @@ class Gathered:
     def stay(self) -> None:
         """Keep the memory: a backward may need it without passing a result of a forward."""
         self._must_stay = True
-        self.leave()
+        self.release_after_compute()
 
     @property
     def can_be_filled(self) -> bool:
@@ -341,18 +341,17 @@ class Forward:
             wanted = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
             if wanted:
                 torch.autograd.graph.register_multi_grad_hook(wanted, lambda grads: gathered.end_backward(self))
-        reshards = any(group.reshard for group in self._module._overlapc_groups)
         if self._outer is not None or in_backward():
             return output
-        if not reshards:
-            gathered.leave()
+        if not any(group.reshard for group in self._module._overlapc_groups):
+            gathered.release_after_compute()
             return output
         if results or self._nodes:
             gathered.free()
         else:  # autograd has saved nothing
             gathered.kept = False
             gathered.rest()
-            gathered.leave()
+            gathered.release_after_compute()
         return output
 
     def _reached(self, grad: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import fsdp as fsdp2
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -612,10 +613,8 @@ def test_reading_a_parameter_in_two_checkpoints_gathers_and_reduces_it_once():
     assert ops(recorder.backward[0]).count("reduce_scatter_tensor") == 1
 
 
+@pytest.mark.skipif(not hasattr(common, "ShardPlacementResult"), reason="torch before 2.13 has no ShardPlacementResult")
 def test_a_placement_function_may_return_torchs_placement_result():
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(common, "ShardPlacementResult"):
-        pytest.skip("torch 2.13 has it first")
     mesh = mesh_1d()
 
     def on(mesh: DeviceMesh) -> Any:

@@ -38,10 +38,14 @@ def _claimed_by_graph(wanted: Tensor) -> Tensor:
     """Claim for a graph whose backward runs, unless it drops the reduced gradients: `torch.autograd.grad` and
     `backward(inputs=...)` accumulate only gradients that were asked for."""
     pending = claimable.get(wanted.data_ptr())
-    if pending is not None and pending.wanted.data_ptr() == wanted.data_ptr() and in_backward():  # noqa: SIM102
-        if not torch._C._will_engine_execute_node(pending.end_node):
-            pending.reduce_at_end()
-            return torch.zeros_like(wanted)
+    if (
+        pending is not None
+        and pending.wanted.data_ptr() == wanted.data_ptr()
+        and in_backward()
+        and not torch._C._will_engine_execute_node(pending.end_node)
+    ):
+        pending.reduce_at_end()
+        return torch.zeros_like(wanted)
     return claimed(wanted)
 
 
