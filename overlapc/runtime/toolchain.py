@@ -36,6 +36,9 @@ _FLAGS = (
 # If GCC peeled iterations until a store is aligned, the address of a tensor would decide which elements go through the
 # scalar code (and its math functions), and so results would depend on the allocator.
 _GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0")
+# Kernels need neither the C++ library nor start files, and Python's process has the C library. A linker that does not
+# read them takes 8 ms instead of 21, of 58 ms for a small kernel. Clang may have no libgcc.
+_LITTLE_LINKED = ("-nostdlib", "-lgcc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ def _describe(command: tuple[str, ...]) -> Compiler:
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # as torch's own kernels use here
         flags += ["-mprefer-vector-width=512", "-DVECTORS_OF_64_BYTES"]
     libraries = [_openmp_library(), *(["-lmvec"] if _has_libmvec() else []), "-lm"]
+    if not is_clang:
+        libraries = [libraries[0] or "-lgomp", *libraries[1:], *_LITTLE_LINKED]
     identity = "\n".join((version.stdout, target.stdout, torch.__version__))  # the macros name every CPU feature
     return Compiler(command, tuple(filter(None, flags)), tuple(filter(None, libraries)), identity)
 

@@ -32,7 +32,8 @@ _BITS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-_SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default)
+_SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+_SUMS += (aten.nansum.default, aten.cumsum.default)
 # Ops that move or select values without computing new ones; random numbers are the same in every run.
 _MOVES = frozenset(
     """
@@ -135,6 +136,8 @@ class Noise(TorchDispatchMode):
             rows = x.unsqueeze(-2).expand(*x.shape, x.shape[-1])
             before = torch.ones(rows.shape[-2:], dtype=torch.bool, device=x.device).tril()
             return self._permuted_sum(torch.where(before, rows, 0)).movedim(-1, dim).to(plain.dtype)
+        if func is aten.nansum.default:
+            x = torch.where(x.isnan(), 0, x)
         dims = [at % x.ndim for at in ([dim] if isinstance(dim, int) else dim or range(x.ndim))]
         rows = x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims))
         total = self._permuted_sum(rows).reshape(plain.shape)

@@ -107,6 +107,18 @@ def test_a_sum_that_is_exact_in_one_order_only_is_right_in_another() -> None:
     assert verdict_on(made, lambda f, x, y: (f(x, y)[0] + 1e-3,)).wrong
 
 
+def test_a_sum_without_nans_is_right_in_any_order_of_its_terms() -> None:
+    row = "torch.tensor([1.75, 0.25, -2.0, 2**-24, float('nan')])"
+    made = program(f"v1 = (x0 * 0)[0, :5] + {row}", "v2 = v1.nansum()", results=("v2",))
+
+    def sequential(f: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Tensor]:
+        terms = (x * 0)[0, :4] + torch.tensor([2**-24, 1.75, 0.25, -2.0])
+        return (sum(terms.unbind()),)
+
+    assert not verdict_on(made, sequential).wrong
+    assert verdict_on(made, lambda f, x, y: (f(x, y)[0] + 1e-3,)).wrong
+
+
 def test_a_mean_that_is_inexact_only_where_terms_are_added_one_by_one_is_right() -> None:
     row = torch.tensor([12888623, 15039847, 2832983, 4735681, 9276241]) * 2.0**-24
     made = program(f"v1 = (x0 * 0)[0, :5] + torch.tensor({row.tolist()})", "v2 = v1 - v1.mean()", results=("v2",))
