@@ -1,18 +1,24 @@
-"""The stream of a GPU on which forwards that are not one graph gather parameters while earlier modules compute.
+"""The streams of a GPU on which forwards that are not one graph communicate while modules compute.
 
-    compute    module 1 ............ | module 2 ............ | module 3
-    gathers    2       | 3                    | 4
+    compute      module 1 ............ | module 2 ............ | module 3       and then the backward:
+    gathers      2       | 3                    | 4
+
+    compute      backward of 3 ....... | backward of 2 ....... | backward of 1
+    gathers      2       | 1           |                       |
+    reductions                         | 3 .....               | 2 .....
 
 The host issues the gather of a module when it begins the module, which is long before the GPU does. The gather waits
 for nothing but the memory that it may reuse: that of the module before the last one. So two modules hold their gathered
-parameters at a time. On a CPU all of this happens at once.
+parameters at a time. A reduction runs beside the backward of the next module, which waits for it where it ends: two
+modules hold their full gradients at a time. On a CPU all of this happens at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,10 +33,12 @@ class Freeable(Protocol):
 
 
 class GatherStream:
-    """The stream of one device, and the memory that its next gathers may reuse."""
+    """The streams of one device, and the memory that its next gathers may reuse."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reductions = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reducing: tuple[Any, torch.cuda.Event] | None = None  # the gradients of a reduction, and its end
         self._reusable_after: list[torch.cuda.Event] = []
         self._waiting: list[tuple[list[Freeable], torch.cuda.Event]] = []  # with the end of their last use
         self.follow_compute()
@@ -71,6 +79,31 @@ class GatherStream:
         for one in used:
             one.freed_after = event
         self._waiting.append((used, event))
+
+    def for_reductions(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the stream of reductions is the current one."""
+        return contextlib.nullcontext() if self._reductions is None else torch.cuda.stream(self._reductions)
+
+    def reduce(self, reduction: Callable[[], list[Any]], grads: Any) -> list[Any]:
+        """Return the results of `reduction`, called in a backward, which later compute does not wait for.
+
+        grads: what it reads; kept until compute has waited for it.
+        """
+        if self._reductions is None:
+            return reduction()
+        self.end_reduction()
+        self._reductions.wait_stream(torch.cuda.current_stream(self._reductions.device))
+        with torch.cuda.stream(self._reductions):
+            reduced = reduction()
+            self._reducing = grads, self._reductions.record_event()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_reduction)
+        return reduced
+
+    def end_reduction(self) -> None:
+        """Let later compute wait for the reduction that runs, and reuse the memory of its gradients."""
+        if self._reducing is not None:
+            self._reducing[1].wait()
+            self._reducing = None
 
     def release_after_compute(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the allocator reuse the memory of each tensor only after the compute issued until the tensor is released.

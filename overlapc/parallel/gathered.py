@@ -28,7 +28,7 @@ from overlapc.fx.versions.dynamo import never_compiled_alone
 from overlapc.fx.versions.sharding import in_backward
 from overlapc.parallel.controls import modules_of
 from overlapc.parallel.gather import ShardedParam, as_parameter, as_sharded, gather_all, reduce_used, with_due
-from overlapc.parallel.gather_stream import gather_stream
+from overlapc.parallel.gather_stream import GatherStream, gather_stream
 from overlapc.parallel.nested import map_tensors
 from overlapc.parallel.unreduced import managed
 
@@ -191,7 +191,7 @@ class Gathered:
         leaves = self._leaves()
         nodes, tensors = 0, {}
         for fulls in groups.values():
-            connected = _connected(fulls, [leaves.get(full.sharded.key) for full in fulls], forward)
+            connected = _connected(self.stream, fulls, [leaves.get(full.sharded.key) for full in fulls], forward)
             nodes += any(tensor.requires_grad for tensor in connected)
             tensors.update({full.sharded.key: tensor for full, tensor in zip(fulls, connected, strict=True)})
         by_owner: dict[int, tuple[Any, Readable]] = {}
@@ -422,21 +422,54 @@ def _reads(module: Any) -> Iterator[tuple[Any, str, ShardedParam, DTensor]]:
                 yield owner, name, sharded, param
 
 
-def _connected(fulls: Sequence[_Full], leaves: Sequence[Tensor | None], forward: Forward | None) -> tuple[Tensor, ...]:
+def _connected(
+    stream: GatherStream, fulls: Sequence[_Full], leaves: Sequence[Tensor | None], forward: Forward | None
+) -> tuple[Tensor, ...]:
     """Return the gathered parameters of one group as results of an autograd node that reduces their gradients.
 
     leaves: those where gradients accumulate unreduced, or None for parameters whose gradients are reduced.
     """
     # The DTensors themselves: before torch 2.13 the gradient of `to_local` is zeros where there should be none.
     params = [full.param if leaf is None else None for full, leaf in zip(fulls, leaves, strict=True)]
-    connected: tuple[Tensor, ...] = _Connected.apply(fulls, forward, len(fulls), *params, *leaves)
+    with stream.for_reductions():
+        shards = _Shards.apply(fulls, *params)
+    connected: tuple[Tensor, ...] = _Connected.apply(stream, fulls, forward, len(fulls), *shards, *leaves)
     return connected
+
+
+class _Shards(torch.autograd.Function):
+    """Takes the reduced gradients to the parameters.
+
+    A node's backward runs on the stream of its forward, here that of reductions. So autograd lets whatever it runs
+    next with a gradient, on this stream or another one, wait for the reduction; compute does not wait for it here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, fulls: Sequence[_Full], *params: DTensor | None) -> Any:
+        ctx.fulls = fulls
+        ctx.set_materialize_grads(False)
+        results = [full.shard.detach() for full in fulls]
+        frozen = [at for at, param in enumerate(params) if param is None or not param.requires_grad]
+        ctx.mark_non_differentiable(*(results[at] for at in frozen))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor | None) -> Any:
+        pairs = zip(ctx.fulls, parts, strict=True)
+        return None, *(None if part is None else as_sharded(part, full.param) for full, part in pairs)
 
 
 class _Connected(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, fulls: Sequence[_Full], forward: Forward | None, count: int, *tensors: Tensor | None) -> Any:
-        ctx.fulls, ctx.forward = fulls, forward
+    def forward(
+        ctx: Any,
+        stream: GatherStream,
+        fulls: Sequence[_Full],
+        forward: Forward | None,
+        count: int,
+        *tensors: Tensor | None,
+    ) -> Any:
+        ctx.stream, ctx.fulls, ctx.forward = stream, fulls, forward
         ctx.leaf_dtypes = [None if leaf is None else leaf.dtype for leaf in tensors[count:]]
         ctx.set_materialize_grads(False)
         results = tuple(full.tensor.detach() for full in fulls if full.tensor is not None)
@@ -447,8 +480,8 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        fulls, needed = ctx.fulls, ctx.needs_input_grad[3:]
-        of_params: list[Tensor | None] = [None] * len(fulls)
+        fulls, needed = ctx.fulls, ctx.needs_input_grad[4:]
+        of_shards: list[Tensor | None] = [None] * len(fulls)
         of_leaves: list[Tensor | None] = [None] * len(fulls)
         reduced = [at for at in range(len(fulls)) if needed[at]]
         for at, dtype in enumerate(ctx.leaf_dtypes):
@@ -457,12 +490,13 @@ class _Connected(torch.autograd.Function):
                 of_leaves[at] = grad.to(dtype)
         if reduced:
             given = [with_due(grads[at], fulls[at].sharded.key) for at in reduced]
-            parts = reduce_used(given, [fulls[at].sharded for at in reduced], [fulls[at].shard for at in reduced])
+            described = [fulls[at].sharded for at in reduced], [fulls[at].shard for at in reduced]
+            parts = ctx.stream.reduce(lambda: reduce_used(given, *described), given)
             for at, part in zip(reduced, parts, strict=True):
-                of_params[at] = None if part is None else as_sharded(part, fulls[at].param)
+                of_shards[at] = part
         if ctx.forward is not None:
             ctx.forward.node_ended()
-        return None, None, None, *of_params, *of_leaves
+        return None, None, None, None, *of_shards, *of_leaves
 
 
 def _device_of(module: Any) -> torch.device:

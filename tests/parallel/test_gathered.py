@@ -183,6 +183,27 @@ def accumulated(model: Any, net: Net) -> None:
         model(*data()).square().mean().backward()
 
 
+def with_hooks(model: Any, net: Net) -> None:
+    """Change gradients where they arrive and once they have been accumulated, as optimizers within backward do."""
+
+    def halve(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    for param in net.parameters():
+        param.register_hook(lambda grad: grad * 3)
+        param.register_post_accumulate_grad_hook(halve)
+    steps(model, net)
+
+
+def returned(model: Any, net: Net) -> None:
+    """Ask for the gradients instead of accumulating them."""
+    params = list(net.parameters())
+    grads = torch.autograd.grad(model(*data()).square().mean(), params)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad * 2
+
+
 def reentrant(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
     return checkpoint(layer, tokens, chosen, use_reentrant=True)
 
@@ -204,6 +225,8 @@ CASES: dict[str, tuple[type[nn.Module], Any, Callable[..., None]]] = {
     "two backwards": (Broken, None, twice),
     "gradient penalty": (Broken, None, penalized),
     "frozen layers": (Broken, None, frozen),
+    "hooks of parameters": (Broken, None, with_hooks),
+    "gradients that are returned": (Broken, None, returned),
     "checkpoints": (Broken, repeated, steps),
     "reentrant checkpoints": (Broken, reentrant, steps),
     "threads": (Threads, None, steps),
