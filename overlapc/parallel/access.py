@@ -159,8 +159,8 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
         modules = modules_of(self, recurse=True)
         discard_unsynced(modules)
         for module in modules:
-            for sharded in managed(module).values():  # a backward that ended in an exception took none of them
-                due.pop(sharded.key, None)
+            for name, sharded in managed(module).items():  # a backward that ended in an exception took none of them
+                due.pop((sharded.key, id(module._parameters[name])), None)
             if isinstance(module, FSDPModule):
                 module.reshard()
                 module._overlapc_pending.take()

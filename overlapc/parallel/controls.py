@@ -89,7 +89,7 @@ def modules_of(control: Any, recurse: bool) -> list[nn.Module]:
     """
     assert isinstance(control, nn.Module)
     found = dict.fromkeys(control.modules() if recurse else ())
-    pending = [part for each in (list(found) or [control]) for part in _parts(each)]
+    pending = [part for each in (list(found) or [control]) for part in parts_of(each)]
     while pending:
         module = pending.pop()
         if module not in found:
@@ -98,7 +98,7 @@ def modules_of(control: Any, recurse: bool) -> list[nn.Module]:
     return list(found)
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
+def parts_of(module: nn.Module) -> list[nn.Module]:
     """Return all modules that the `fully_shard` call of `module` got; it alone if it is a copy, or not of a group."""
     groups = module.__dict__.get("_overlapc_groups", ())
     parts = [part for group in groups[:1] for each in group.modules if (part := each()) is not None]

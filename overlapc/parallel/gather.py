@@ -83,8 +83,9 @@ class ShardGroup:
 _params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
 _count = itertools.count()
 
-# During an eager backward, by parameter key: full gradients of earlier micro-batches, to be reduced with this one's.
-due: dict[str, Tensor] = {}
+# During an eager backward: full gradients of earlier micro-batches, to be reduced with this one's, by the key of the
+# parameter and its id (copies of a module share keys).
+due: dict[tuple[str, int], Tensor] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,18 +214,24 @@ def unshard(param: DTensor, key: str, unsynced: Tensor | None = None) -> Tensor:
     sharded; if `unsynced` (an `unsynced_leaf`) is given, the gradient flows to that leaf unreduced instead. This
     function is one node in Dynamo's graph, and AOTAutograd traces into it.
     """
-    if not isinstance(param, DTensor):
-        raise ConfigError(
-            f"parameter {_params[key].label.param} was replaced by a plain tensor; load DTensors, or copy into it"
-        )
+    as_dtensor(param, _params[key])
     # The shard gets no gradient if `unsynced` does; before torch 2.13 `to_local` would make zeros of that.
     held: Any = param if unsynced is None else param.detach()
-    return unshard_local(held.to_local(), key, unsynced)
+    return unshard_local(held.to_local(), key, unsynced, id(param))
 
 
-def unshard_local(shard: Tensor, key: str, unsynced: Tensor | None = None) -> Tensor:
+def as_dtensor(param: Tensor, sharded: ShardedParam) -> DTensor:
+    """Return a sharded parameter as it is; raise ConfigError if it is no DTensor any more."""
+    if not isinstance(param, DTensor):
+        raise ConfigError(
+            f"parameter {sharded.label.param} was replaced by a plain tensor; load DTensors, or copy into it"
+        )
+    return param
+
+
+def unshard_local(shard: Tensor, key: str, unsynced: Tensor | None = None, param_id: int = 0) -> Tensor:
     """Return what `unshard` does, given the local shard of the parameter."""
-    return as_parameter(_Unshard.apply(shard, key, unsynced), _params[key])
+    return as_parameter(_Unshard.apply(shard, key, unsynced, param_id), _params[key])
 
 
 def as_parameter(full: Tensor, sharded: ShardedParam) -> Tensor:
@@ -246,8 +253,8 @@ def unsynced_leaf(param: Tensor, key: str) -> Tensor:
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, key: str, unsynced: Tensor | None) -> Tensor:
-        ctx.key = key
+    def forward(ctx: Any, shard: Tensor, key: str, unsynced: Tensor | None, param_id: int) -> Tensor:
+        ctx.key, ctx.param_id = key, param_id
         ctx.dtype = shard.dtype
         ctx.unsynced_dtype = None if unsynced is None else unsynced.dtype
         sharded = _params[key]
@@ -258,19 +265,19 @@ class _Unshard(torch.autograd.Function):
             return _gather(shard, sharded)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         if ctx.unsynced_dtype is not None:
-            return None, None, grad.to(ctx.unsynced_dtype)
+            return None, None, grad.to(ctx.unsynced_dtype), None
         sharded = _params[ctx.key]
         if type(grad) is Tensor:  # not while a graph is traced, whose tensors are subclasses
-            grad = with_due(grad, ctx.key)
+            grad = with_due(grad, ctx.key, ctx.param_id)
         with annotate(sharded.label):
-            return _reduce(grad, sharded, ctx.dtype), None, None
+            return _own(_reduce(grad, sharded, ctx.dtype), grad), None, None, None
 
 
-def with_due(grad: Tensor | None, key: str) -> Any:
+def with_due(grad: Tensor | None, key: str, param_id: int) -> Any:
     """Return `grad` plus the gradient of earlier micro-batches that is to be reduced with it, if there is one."""
-    former = due.pop(key, None)
+    former = due.pop((key, param_id), None)
     return grad if former is None else former if grad is None else former + grad.to(former.dtype)
 
 
@@ -283,6 +290,11 @@ def as_sharded(part: Tensor, param: DTensor) -> DTensor:
     """Return this rank's part of a gradient as a DTensor that is sharded like `param`."""
     mesh, placements = param.device_mesh, param.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def accumulate(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Add `grads` to the `.grad` of `leaves` as backward does, with their hooks."""
+    torch.autograd.backward(list(leaves), list(grads))
 
 
 @torch.no_grad()
@@ -393,8 +405,14 @@ def reduce_used(grads: Sequence[Tensor | None], params: Sequence[ShardedParam], 
             started = [_ops.all_reduce(each, reduction, replicate.group) for each in reduced]
             reduced = [_ops.wait_tensor(each) for each in started]
         for (at, (_, after)), part in zip(tensors.items(), reduced, strict=True):
-            parts[at] = _finished(part, after, params[at], shards[at].dtype)
+            part = _finished(part, after, params[at], shards[at].dtype)
+            parts[at] = _own(part, grads[at])
     return parts
+
+
+def _own(part: Tensor, grad: Tensor | None) -> Tensor:
+    """Return `part` in memory of its own: a single rank reduces nothing, and two parameters may get one gradient."""
+    return part.clone() if part is grad else part
 
 
 def _by_axis(params: Sequence[ShardedParam]) -> list[tuple[Axis, list[int]]]:

@@ -84,9 +84,10 @@ class GatherStream:
         """Return a context in which the stream of reductions is the current one."""
         return contextlib.nullcontext() if self._reductions is None else torch.cuda.stream(self._reductions)
 
-    def reduce(self, reduction: Callable[[], list[Any]], grads: Any) -> list[Any]:
-        """Return the results of `reduction`, called in a backward, which later compute does not wait for.
+    def reduce(self, reduction: Callable[[], Any], grads: Any) -> Any:
+        """Return the result of `reduction`, called in a backward.
 
+        Later compute waits for it only where it calls this again, or `end_reduction`, which the end of backward calls.
         grads: what it reads; kept until compute has waited for it.
         """
         if self._reductions is None:
@@ -104,16 +105,6 @@ class GatherStream:
         if self._reducing is not None:
             self._reducing[1].wait()
             self._reducing = None
-
-    def release_after_compute(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the allocator reuse the memory of each tensor only after the compute issued until the tensor is released.
-
-        It knows only that this stream uses the memory, on which the tensors were allocated.
-        """
-        if self._stream is not None:
-            compute = torch.cuda.current_stream(self._stream.device)
-            for tensor in tensors:
-                tensor.record_stream(compute)
 
 
 @cache

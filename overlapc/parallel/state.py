@@ -56,7 +56,7 @@ class ModuleState:
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not torch.compiler.is_dynamo_compiling():  # a graph gathers parameters where they are read
-            gathered.begin_forward(module)
+            _, args, kwargs = gathered.begin_forward(module, args, kwargs)
         return module._before_forward(args, kwargs)
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:

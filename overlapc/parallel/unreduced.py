@@ -176,10 +176,10 @@ def _begin(pending: Pending, _grad: Tensor) -> None:
     waiting = pending.take()
     if not waiting:  # the hook of another output or forward took them
         return
-    due.update({key: grad for key, (_, grad) in waiting.items()})
+    due.update({(key, id(param)): grad for key, (param, grad) in waiting.items()})
 
     def finish() -> None:
-        reduce_all({key: each for key, each in waiting.items() if due.pop(key, None) is not None})
+        reduce_all({key: each for key, each in waiting.items() if due.pop((key, id(each[0])), None) is not None})
 
     torch.autograd.Variable._execution_engine.queue_callback(finish)
 

@@ -8,7 +8,7 @@ from overlapc.errors import CompileError
 from overlapc.fx.captured.in_place import changed_by
 from overlapc.fx.captured.wrapped import memory_of
 from overlapc.fx.source import user_line
-from overlapc.parallel.gather import param_of, unshard
+from overlapc.parallel.gather import ShardedParam, param_of, unshard
 
 
 def refuse_writes(graph: fx.Graph) -> None:
@@ -20,11 +20,18 @@ def refuse_writes(graph: fx.Graph) -> None:
             memory = memory_of(changed)
             if not memory or memory not in keys:
                 continue
-            param = param_of(keys[memory])
-            name = ".".join(filter(None, (param.group.paths[param.part], param.name)))
-            raise CompileError(
-                f"{node.name} writes into {name}, which is gathered again for each use\n"
-                f"   {user_line(node) or 'unknown line'}\n"
-                "The change would be lost.\n"
-                "hint: update the sharded parameter outside of forward and backward, or change parameter.clone()"
-            )
+            line = user_line(node) or "unknown line"
+            raise CompileError(f"{node.name} writes into {lost(param_of(keys[memory]), f'   {line}')}")
+
+
+def lost(param: ShardedParam, *lines: str) -> str:
+    """Return the end of a message about a write into the gathered `param`. lines: more about where."""
+    name = ".".join(filter(None, (param.group.paths[param.part], param.name)))
+    return "\n".join(
+        (
+            f"{name}, which is gathered again for each use",
+            *lines,
+            "The change would be lost.",
+            "hint: update the sharded parameter outside of forward and backward, or change parameter.clone()",
+        )
+    )

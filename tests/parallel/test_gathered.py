@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import overlapc
 import overlapc.parallel
+from overlapc.parallel.gathered import Forward
+from overlapc.parallel.unreduced import managed
 from tests.ranks import take_gpu, values_on_ranks
 
 WIDTH, EXPERTS = 8, 4
@@ -67,6 +70,49 @@ class Broken(nn.Module):
         torch._dynamo.graph_break()
         self.aside = hidden.square().mean() * self.down.weight.square().mean()
         return tokens + self.down(hidden)
+
+
+class CallsItself(Broken):
+    """A layer whose condition is its own result without gradients, as diffusion models are trained."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, condition: Tensor | None = None) -> Tensor:
+        if condition is None:
+            with torch.no_grad():
+                condition = self(tokens, chosen, torch.zeros_like(tokens))
+        return super().forward(tokens + condition, chosen)
+
+
+class CheckpointsPart(Broken):
+    """A layer that computes a part of itself again in backward."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        hidden = self.up(tokens).relu()
+        torch._dynamo.graph_break()
+        result: Tensor = checkpoint(lambda hidden: self.down(hidden).relu(), hidden, use_reentrant=True)
+        return tokens + result
+
+
+class EnablesGradients(Broken):
+    """A layer that has gradients, whoever calls it."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.result = super().forward(tokens, chosen)
+        return self.result
+
+
+class ReturnsView(Broken):
+    """A layer that returns a view, which a caller may change in place."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        return super().forward(tokens, chosen).sin().t()
+
+
+class ReturnsArgument(Broken):
+    """A layer that also returns what it was given, as Hugging Face's models return all hidden states."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Any:
+        return tokens, super().forward(tokens, chosen)
 
 
 class Threads(Broken):
@@ -183,6 +229,32 @@ def accumulated(model: Any, net: Net) -> None:
         model(*data()).square().mean().backward()
 
 
+def without_outer_gradients(model: Any, net: Net) -> None:
+    with torch.no_grad():
+        model(*data())
+    sum(layer.result.square().mean() for layer in net.layers).backward()
+
+
+def of_trained_tokens(model: Any, net: Net) -> None:
+    """Also train the tokens, over several steps that change the parameters, too."""
+    tokens, chosen = data()
+    tokens.requires_grad_()
+    for _ in range(2):
+        model(tokens, chosen).square().mean().backward()
+        with torch.no_grad():
+            for param in net.parameters():
+                param.mul_(0.5)
+
+
+def collected(model: Any, net: Net) -> None:
+    """Let Python's garbage collector run on one rank only."""
+    for _ in range(2):
+        loss = model(*data()).square().mean()
+        if dist.get_rank():
+            gc.collect()
+        loss.backward()
+
+
 def with_hooks(model: Any, net: Net) -> None:
     """Change gradients where they arrive and once they have been accumulated, as optimizers within backward do."""
 
@@ -196,16 +268,19 @@ def with_hooks(model: Any, net: Net) -> None:
     steps(model, net)
 
 
-def returned(model: Any, net: Net) -> None:
-    """Ask for the gradients instead of accumulating them."""
-    params = list(net.parameters())
-    grads = torch.autograd.grad(model(*data()).square().mean(), params)
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad * 2
-
-
 def reentrant(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
     return checkpoint(layer, tokens, chosen, use_reentrant=True)
+
+
+def added_in_place(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
+    result: Tensor = layer(tokens, chosen)
+    result += 1
+    return result.t()
+
+
+def second(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
+    result: Tensor = layer(tokens, chosen)[1]
+    return result
 
 
 def repeated(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
@@ -226,9 +301,13 @@ CASES: dict[str, tuple[type[nn.Module], Any, Callable[..., None]]] = {
     "gradient penalty": (Broken, None, penalized),
     "frozen layers": (Broken, None, frozen),
     "hooks of parameters": (Broken, None, with_hooks),
-    "gradients that are returned": (Broken, None, returned),
     "checkpoints": (Broken, repeated, steps),
-    "reentrant checkpoints": (Broken, reentrant, steps),
+    "reentrant checkpoints": (Broken, reentrant, collected),
+    "a part checkpointed": (CheckpointsPart, None, steps),
+    "a layer that calls itself": (CallsItself, None, steps),
+    "gradients enabled inside": (EnablesGradients, None, without_outer_gradients),
+    "a view changed in place": (ReturnsView, added_in_place, steps),
+    "tokens trained": (ReturnsArgument, second, of_trained_tokens),
     "threads": (Threads, None, steps),
     "list of parameters": (Sliced, None, steps),
 }
@@ -314,6 +393,111 @@ def sizes_of_gathered(compiled: bool) -> list[int]:
 def test_a_layer_holds_gathered_parameters_only_during_its_forward_and_backward(compiled: bool):
     for found in values_on_ranks(sizes_of_gathered, 2, compiled, timeout_s=120):
         assert found == [4 * 16 * WIDTH, 0, 0]
+
+
+def left_after_steps(compiled: bool) -> tuple[int, int]:
+    """Return how many forwards are alive after some steps, and the bytes that an evaluation leaves gathered."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    net = overlapc.fully_shard(Broken(), mesh=mesh, reshard_after_forward=True)
+    model = torch.compile(net, backend="overlapc") if compiled else net
+    for _ in range(3):
+        model(*data()).sum().backward()
+        del net.aside
+    gc.collect()
+    alive = sum(isinstance(each, Forward) for each in gc.get_objects())
+    with torch.no_grad():
+        model(*data())
+    return alive, net._overlapc_all_gathered._full[managed(net.up)["weight"].key].local.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_steps_and_evaluations_leave_nothing_behind(compiled: bool):
+    assert values_on_ranks(left_after_steps, 2, compiled, timeout_s=120) == [(0, 0)] * 2
+
+
+def transformed() -> list[float]:
+    """Return differences from the layer that is not sharded, in functions that torch.func transforms."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    layer = overlapc.fully_shard(copy.deepcopy(plain), mesh=mesh)
+    tokens, _ = data()
+    functions: list[Callable[[Any], Tensor]] = [
+        lambda model: torch.vmap(model)(tokens),
+        lambda model: torch.func.grad(lambda tokens: model(tokens).sum())(tokens),
+        lambda model: torch.func.jacrev(model)(tokens[0]),
+        lambda model: torch.func.jvp(model, (tokens,), (tokens,))[1],
+    ]
+    return [float((function(plain) - function(layer)).detach().abs().max()) for function in functions]
+
+
+def test_transforms_of_torch_func_call_sharded_modules():
+    for differences in values_on_ranks(transformed, 2, timeout_s=60):
+        assert max(differences) < 1e-6
+
+
+class Writes(Broken):
+    """A layer that changes a parameter in its forward."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        result = super().forward(tokens, chosen)
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.01, 0.01)
+        return result
+
+
+def refusal(compiled: bool) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    net = overlapc.fully_shard(Writes(), mesh=mesh)
+    with pytest.raises(overlapc.OverlapcError) as refused:
+        (torch.compile(net, backend="overlapc") if compiled else net)(*data())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_forward_that_writes_into_a_gathered_parameter_is_refused(compiled: bool):
+    for message in values_on_ranks(refusal, 2, compiled, timeout_s=60):
+        assert message.startswith("a forward writes into up.weight, which is gathered again")
+
+
+def sparse_result() -> int:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+    class Sparse(Broken):
+        def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+            return super().forward(tokens, chosen).to_sparse()
+
+    return int(overlapc.fully_shard(Sparse(), mesh=mesh)(*data())._nnz())
+
+
+def test_a_result_without_memory_of_its_own_is_returned():
+    assert values_on_ranks(sparse_result, 2, timeout_s=60) == [4 * WIDTH] * 2
+
+
+def gradients_of_one_rank(compiled: bool) -> tuple[float, ...]:
+    """Change in place the gradients of a sum of two parameters, which autograd makes of one gradient."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "dp"))
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.one + self.two + tokens
+
+    net = overlapc.fully_shard(Sum(), mesh=mesh["dp"])
+    given = torch.ones(WIDTH)
+    (torch.compile(net, backend="overlapc") if compiled else net)(torch.ones(WIDTH)).backward(given)
+    for param in net.parameters():
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+    return tuple(float(each[0]) for each in (net.one.grad.to_local(), net.two.grad.to_local(), given))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_of_a_single_rank_have_memory_of_their_own(compiled: bool):
+    assert values_on_ranks(gradients_of_one_rank, 2, compiled, timeout_s=60) == [(0.5, 0.5, 1.0)] * 2
 
 
 def deleted() -> tuple[bool, bool]:
