@@ -17,7 +17,7 @@ from overlapc.ir.indexing import ModularIndexing
 from tests.codegen.case import Case
 from tests.codegen.interpreted import triton_on_cpu
 from tests.codegen.scan_cases import scan_cases
-from tests.codegen.terms import i0, loop, p0, p1
+from tests.codegen.terms import i0, loop, p0, p1, r0, total
 from tests.codegen.triton_cases import small
 from tests.codegen.triton_forms import variants
 
@@ -60,6 +60,12 @@ def test_a_part_of_an_index_that_exceeds_32_bits_makes_the_index_64_bits_wide(in
     loaded = ((i0, Load("t", p0, torch.int64)),) if i0 in index.free_symbols else ()
     picked = Load("x", index, torch.float32, indirect=loaded)
     body = Body(loops, (), (Store("y", 2 * p0 + p1, picked, torch.float32),))
+    assert KernelShape(body, choose(body, {}), "k").index_dtype == "tl.int64"
+
+
+def test_the_end_of_the_last_program_s_share_fits_its_index() -> None:
+    whole = Store("y", sympy.S.Zero, total(Load("x", r0, torch.bfloat16)), torch.float32)
+    body = Body((), (loop(r0, 2**31 - 2**21 + 8),), (whole,))  # its shares of whole tiles exceed 2**31 elements
     assert KernelShape(body, choose(body, {}), "k").index_dtype == "tl.int64"
 
 

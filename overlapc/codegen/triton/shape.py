@@ -105,6 +105,9 @@ class KernelShape:
         "INDEX" is a dtype chosen at launch.
         """
         largest: set[sympy.Expr] = set(self.numel.values())
+        divided = {"split": "r", "totals": "x"}.get(self.tiling.form)
+        if divided:  # among programs, in whole tiles: up to a tile of each program lies beyond the axis
+            largest.add(self.numel[divided] + self.tiling.splits * self.block[divided])
         exprs = [expr for value in self.body.values() for expr in value.indices()]
         unknown = False
         for expr in {part for each in (*exprs, *(store.index for store in self.body.stores)) for part in _exact(each)}:
