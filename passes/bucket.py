@@ -26,8 +26,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from overlapc.passes.base import Context, PassReport, register_pass
+from overlapc.passes.bucket_cost import comm_of
 from overlapc.passes.bucket_cuts import cuts, in_order, short_of_memory
-from overlapc.passes.bucket_round import BucketKind, Partition, Round
+from overlapc.passes.bucket_round import BucketKind, Partition, Round, may_merge
 from overlapc.passes.judge import cost, keep_if_better
 from overlapc.schedule.collective_kinds import several_in_one
 from overlapc.schedule.model import Schedule
@@ -54,7 +55,7 @@ class _Merged:
     def of(cls, schedule: Schedule, ctx: Context, partition: Partition) -> _Merged:
         """Run all rounds, one for each kind of collective, each on the result of the round before."""
         report, joined = PassReport("bucket", counted=True), False
-        comms = [node.comm for node in schedule.starts() if node.comm and node.comm.unit and not node.mutates]
+        comms = [comm for comm in map(comm_of, may_merge(schedule)) if comm.unit]
         kinds = dict.fromkeys(BucketKind.of(comm) for comm in comms if several_in_one(comm.collective, comm.via))
         for kind in sorted(kinds, key=lambda kind: ROUNDS.index(kind.collective)):
             round_ = Round(schedule, ctx, kind, partition, report)

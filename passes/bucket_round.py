@@ -12,7 +12,7 @@ from overlapc.passes.bucket_places import Bucket, Places
 from overlapc.passes.merging import with_merged
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.collective_kinds import KINDS, one_dtype
-from overlapc.schedule.model import Comm, Kind, Node, Schedule
+from overlapc.schedule.model import Comm, Node, Schedule
 
 # A bucket that takes at most this many latencies would hardly take longer with more members.
 LATENCY_BOUND = 2.0
@@ -47,6 +47,16 @@ class BucketKind:
         return cls(comm.collective, comm.group, dtype, comm.size, comm.via, comm.variant)
 
 
+def may_merge(schedule: Schedule) -> list[Node]:
+    """Return the collectives that may join a bucket.
+
+    One without a wait may not: its buffers may be overwritten right behind it, but in a bucket only after the others'
+    waits.
+    """
+    starts = (node for node in schedule.starts() if node.comm is not None and not node.mutates)
+    return [node for node in starts if schedule.wait_of(node) is not None]
+
+
 class Round:
     """Merges the collectives of one kind. Nodes are positions."""
 
@@ -62,8 +72,8 @@ class Round:
         self.joined = False  # whether a run has collectives of more than one unit
         self.report = report
         self.place = Places(schedule, ctx, report, forward=self.forward).place
-        starts = ((at, node) for at, node in enumerate(self.nodes) if node.kind is Kind.START and not node.mutates)
-        self.ours = [at for at, node in starts if node.comm is not None and BucketKind.of(node.comm) == kind]
+        comms = ((schedule.position(node.name), comm_of(node)) for node in may_merge(schedule))
+        self.ours = [at for at, comm in comms if BucketKind.of(comm) == kind]
         self.cost = BucketCost(ctx, self.nodes[self.ours[0]])
 
     def run(self) -> Schedule:

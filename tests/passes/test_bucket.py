@@ -90,6 +90,24 @@ def test_collectives_that_write_in_place_are_not_merged():
     assert [node.name for node in bucketed(plain)[0].starts()] == ["a+1"]
 
 
+@pytest.mark.parametrize(
+    "launches",
+    [
+        "a = all_reduce(p) @dp unit=m : 8B 30us; {}; b = all_reduce(q) @dp unit=m : 8B 30us",
+        "b = all_gather(q) @dp unit=m : 8B 30us; a = all_gather(p) @dp unit=m : 8B 30us; {}",
+    ],
+    ids=["first", "second"],
+)
+def test_a_collective_that_is_never_waited_for_is_not_merged(launches: str):
+    """Its input may be overwritten at once; a bucket would be sending it until the wait for the other one."""
+    text = f"""
+        warm = kernel(x) : 0B 900us; p = kernel(x) : 8B 1us
+        {launches.format("k = kernel(p) mutates=p : =p 5us")}
+        last = kernel(x) : 0B 900us; v = wait(b); y = kernel(v) : 0B 500us
+    """
+    assert "a" in order_of(bucketed(text)[0])
+
+
 def test_a_collective_of_a_kind_without_a_row_is_not_merged():
     text = """
         a = all_gather(p) @dp unit=m : 8B 30us; b = all_gather(q) @dp unit=m : 8B 30us
