@@ -6,7 +6,7 @@ one topological order, so only groups between the two need to be visited, and on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 
 class MergingOrder:
@@ -24,15 +24,18 @@ class MergingOrder:
 
     def dependents(self, first: int, second: int) -> set[int]:
         """Return the groups between two groups that depend on the first one, without the first one itself."""
-        limit = self.position[second]
-        found = {group for group in self.after[first] if self.position[group] < limit}
-        stack = list(found)
+        return set(self._reached(first, self.after, self.position[first], self.position[second]))
+
+    def _reached(self, group: int, onward: Sequence[set[int]], start: int, end: int) -> Iterator[int]:
+        """Yield the groups between two positions to which a path leads from `group`."""
+        found: set[int] = set()
+        stack = [group]
         while stack:
-            for later in self.after[stack.pop()]:
-                if later not in found and self.position[later] < limit:
-                    found.add(later)
-                    stack.append(later)
-        return found
+            for other in onward[stack.pop()]:
+                if other not in found and start < self.position[other] < end:
+                    found.add(other)
+                    stack.append(other)
+                    yield other
 
     def may_run_early(self, first: int, second: int) -> bool:
         """Whether the second group depends on the first, and its other dependences all come before the first."""
@@ -42,8 +45,20 @@ class MergingOrder:
         )
 
     def between(self, first: int, second: int) -> int | None:
-        """Return a group that must run between two groups, which then cannot merge; None if there is none."""
-        return min(self.dependents(first, second) & self.before[second], default=None)
+        """Return a group that must run between two groups, which then cannot merge; None if there is none.
+
+        Searches from both groups in turn, until one search has found such a group or has no groups left: from a group
+        that is read all over the graph, or has a long history, the other search ends much sooner.
+        """
+        start, end = self.position[first], self.position[second]
+        dependents = self._reached(first, self.after, start, end)
+        needed = self._reached(second, self.before, start, end)
+        for dependent, need in zip(dependents, needed, strict=False):  # as either search alone answers the question
+            if dependent in self.before[second]:
+                return dependent
+            if first in self.before[need]:
+                return need
+        return None
 
     def merge(self, first: int, second: int) -> None:
         """Merge two groups, of which `first` is earlier and none must run between, into one with the smaller number.

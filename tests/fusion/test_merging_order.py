@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +75,25 @@ def test_the_group_in_between_is_named() -> None:
     assert order.between(0, 2) == 1
     assert order.between(0, 1) is None
     assert order.order() == [0, 1, 2]
+
+
+class Counted(list[int]):
+    """Counts how often an element is read."""
+
+    reads = 0
+
+    def __getitem__(self, at: int) -> int:  # type: ignore[override]
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("read_by_all", [True, False])
+def test_two_groups_far_apart_are_decided_without_a_look_at_all_between_them(read_by_all: bool) -> None:
+    also = {0} if read_by_all else set()
+    order = MergingOrder([set(), set(), *({at - 1} | also for at in range(2, 999)), {0, 998}])
+    order.position = Counted(order.position)
+    assert (order.between(0, 999) is not None) == read_by_all
+    assert order.position.reads < 20
 
 
 def test_a_reader_that_depends_only_on_its_producer_merges_at_the_producers_position() -> None:
