@@ -264,10 +264,12 @@ def floor_divide(context: Lowering, x: Any, y: Any) -> View:
 @lowers(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def power(context: Lowering, base: Any, exponent: Any) -> View:
     dtype = context.promoted(DEFAULT, base, exponent)
+    # For two tensors, eager calls pow on a CPU; on a GPU it reads an exponent that is a 0-dim CPU tensor as a number.
+    is_number = not isinstance(exponent, View) or context.value_of().device.type != "cpu"
 
     def value(*values: Value) -> Value:
         x, y = (cast(read, dtype) for read in as_read(context, "pow", (base, exponent), values))
-        number = y.number if isinstance(y, Constant) else None
+        number = y.number if is_number and isinstance(y, Constant) else None
         if number in (2, 3):  # eager's implementation for these exponents; the bits are equal
             square = op("mul", x, x)
             return square if number == 2 else op("mul", square, x)

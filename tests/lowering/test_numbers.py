@@ -214,6 +214,13 @@ def test_special_values_equal_eager(generator):
     same(lambda x: (x.max(0), x.nansum(), torch.fmax(x, x.flip(0)), torch.copysign(x, x.flip(0)), x.relu()), x)
 
 
+@pytest.mark.parametrize("exponent", [-0.5, 0.5])
+def test_a_power_whose_exponent_is_a_tensor_on_the_cpu_is_no_root(exponent):
+    x = torch.tensor([-float("inf"), 4.0])  # the square root of -inf is nan, its power is inf
+    same(lambda x: x ** torch.tensor(exponent), x)
+    same(lambda x: x**exponent, x)
+
+
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
