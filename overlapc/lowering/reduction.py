@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from overlapc.ir.body import Body, Loop, Reduce, Value, compute_dtype, op
 from overlapc.ir.conversions import cast, constant, converted
@@ -70,10 +71,12 @@ def reduce(
     return context.loops(body)
 
 
-def nonempty(x: View, dims: Any, what: str) -> None:
-    """Raise Impossible for a reduction over no elements; `what` is its name."""
-    if any(x.size[dim] == 0 for dim in normalized(dims, len(x.size))):
-        raise Impossible(f"{what} of nothing")
+def nonempty(context: Lowering, dims: Any, what: str) -> None:
+    """Raise Impossible if the node, `what` over `dims`, may reduce no elements: its op raises an error then."""
+    x: Any = context.node.args[0]
+    size = x.meta["val"].shape
+    if not all(statically_known_true(size[dim] > 0) for dim in normalized(dims, len(size))):
+        raise Impossible(f"{what} of what may be nothing")
 
 
 @lowers(aten.sum.dim_IntList, aten.sum.default)
@@ -108,13 +111,13 @@ def prod(context: Lowering, x: View, dim: Any = None, keepdim: bool = False, *, 
 
 @lowers(aten.amax.default, aten.max.default)
 def amax(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> View:
-    nonempty(x, dim, "a maximum")
+    nonempty(context, dim, "a maximum")
     return reduce(context, x, dim, lambda value: Reduce("max", value, value.dtype), keepdim)
 
 
 @lowers(aten.amin.default, aten.min.default)
 def amin(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> View:
-    nonempty(x, dim, "a minimum")
+    nonempty(context, dim, "a minimum")
     return reduce(context, x, dim, lambda value: Reduce("min", value, value.dtype), keepdim)
 
 
@@ -146,7 +149,7 @@ def argmin(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -
 
 
 def _arg(context: Lowering, kind: str, x: View, dim: Any, keepdim: bool) -> View:
-    nonempty(x, dim, f"{kind}")
+    nonempty(context, dim, f"{kind}")
     if dim is None and x.layout.dim_order() != [at for at, extent in enumerate(x.size) if extent != 1]:
         raise Impossible("a flat position in a permuted tensor")  # because loops are in memory order
     return reduce(context, x, dim, lambda value: Reduce(kind, settled(context, value, x), torch.int64), keepdim)
@@ -164,7 +167,7 @@ def min_and_where(context: Lowering, x: View, dim: int, keepdim: bool = False) -
 
 def _extreme(context: Lowering, kind: str, x: View, dim: int, keepdim: bool) -> Any:
     """Add kernels for the extreme values and for their positions; as both read `x`, fusion makes one kernel of them."""
-    nonempty(x, dim, f"{kind} and its position")
+    nonempty(context, dim, f"{kind} and its position")
     with context.for_item(0):
         values = reduce(context, x, dim, lambda value: Reduce(kind, value, value.dtype), keepdim)
     with context.for_item(1):

@@ -154,6 +154,18 @@ def test_the_extreme_of_no_numbers_is_an_error(name):
             one(torch.randn(0, 4))
 
 
+@pytest.mark.parametrize("name", ["max", "min"])
+@pytest.mark.parametrize("dims", [(), (0,)])
+def test_the_extreme_of_a_computed_number_of_rows_is_an_error_if_there_are_none(name, dims):
+    def function(x):
+        return getattr(x[: x.shape[0] // 4], name)(*dims)
+
+    call = compiled(function, dynamic=True)
+    torch.testing.assert_close(call(torch.ones(12, 5)), function(torch.ones(12, 5)))
+    with pytest.raises((RuntimeError, IndexError), match="Expected reduction dim"):
+        call(torch.ones(3, 5))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32, torch.bfloat16])
 def test_any_and_all_over_no_dims_test_each_element(generator, dtype):
     def function(x):
