@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._prims_common import make_contiguous_strides_for
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from overlapc.fx.node_writer import described_like
 from overlapc.runtime import philox
@@ -141,6 +142,9 @@ def randint(
     dtype, device = dtype or torch.int64, torch.device(device or "cpu")
     if not _generated(dtype, layout, device, pin_memory, _INTEGERS):
         return NotImplemented
+    held = torch.iinfo(dtype)
+    if dtype != torch.int64 and not _in_order(held.min, low, high - 1, held.max):
+        return NotImplemented
     return ops.integers(ops.seed(device), low, high, size, make_contiguous_strides_for(tuple(size)), dtype)
 
 
@@ -156,12 +160,13 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
 def bernoulli(x: Tensor) -> Any:
     if not _supported(x):
         return NotImplemented
+    _check_probabilities(x)
     x = x.contiguous()  # as the result is in eager
     return (_uniform_like(x, torch.float64 if x.dtype == torch.float64 else torch.float32) < x).to(x.dtype)
 
 
 def bernoulli_p(x: Tensor, p: float) -> Any:
-    if x.dtype.is_complex or x.device.type not in _DEVICES:
+    if x.dtype.is_complex or x.device.type not in _DEVICES or not _in_order(0, p, 1):
         return NotImplemented
     return (_uniform_like(x, torch.float32) < p).to(x.dtype)
 
@@ -169,11 +174,17 @@ def bernoulli_p(x: Tensor, p: float) -> Any:
 def bernoulli_tensor(x: Tensor, p: Tensor) -> Any:
     if x.dtype.is_complex or x.device.type not in _DEVICES or not p.dtype.is_floating_point:
         return NotImplemented
+    _check_probabilities(p)
     return (_uniform_like(x, torch.float32) < p).to(x.dtype)
 
 
 def uniform(x: Tensor, low: float = 0.0, high: float = 1.0) -> Any:
-    return _uniform_like(x) * (high - low) + low if _supported(x) else NotImplemented
+    if not _supported(x):
+        return NotImplemented
+    most = torch.finfo(x.dtype).max
+    if not (_in_order(-most, low, high, most) and _in_order(high - low, most)):
+        return NotImplemented
+    return _uniform_like(x) * (high - low) + low
 
 
 def normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0) -> Any:
@@ -188,6 +199,16 @@ def exponential(x: Tensor, rate: float = 1.0) -> Any:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     # Never 0, as in eager on a GPU: a uniform number is 0 once in 2^24, and Gumbel noise takes the logarithm of this.
     return (torch.clamp_min(-torch.log1p(-_uniform_like(x, wide)), torch.finfo(wide).eps / 2) / rate).to(x.dtype)
+
+
+def _in_order(*numbers: float) -> bool:
+    """Whether no number is above the next one; for arguments that are not in order, torch's op raises an error."""
+    return all(guard_or_false(low <= high) for low, high in itertools.pairwise(numbers))
+
+
+def _check_probabilities(p: Tensor) -> None:
+    """Raise an error at run time, as torch's op does, if an element is no probability, such as NaN."""
+    aten._assert_async.msg(((p >= 0) & (p <= 1)).all(), "Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
 
 
 def _supported(x: Tensor) -> bool:

@@ -113,6 +113,26 @@ def test_other_distributions_have_their_moments_and_ranges():
     assert (fifths.mean() - 0.2).abs() < 0.01
 
 
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda x: torch.bernoulli(x), "Expected p_in >= 0 && p_in <= 1"),
+        (lambda x: torch.bernoulli(-x), "Expected p_in >= 0 && p_in <= 1"),
+        (lambda x: torch.bernoulli(x * math.nan), "Expected p_in >= 0 && p_in <= 1"),
+        (lambda x: x.clone().bernoulli_(x.max()), "Expected p_in >= 0 && p_in <= 1"),
+        (lambda x: x.clone().bernoulli_(2.0), r"expects p to be in \[0, 1\]"),
+        (lambda x: x.clone().uniform_(2, 1), "found from=2 > to=1"),
+        (lambda x: x.clone().uniform_(-3e38, 3e38), "expects to-from <="),
+        (lambda x: torch.randint(0, 257, (8,), dtype=torch.uint8), "to - 1 is out of bounds"),
+        (lambda x: torch.randint(-1, 8, (8,), dtype=torch.uint8), "from is out of bounds"),
+    ],
+)
+def test_arguments_that_describe_no_distribution_are_an_error_as_in_eager(draw, message):
+    for call in (draw, compiled(draw)):
+        with pytest.raises((RuntimeError, IndexError), match=message):
+            call(torch.tensor([0.5, 3.0]))
+
+
 def test_runs_draw_different_numbers_and_a_seed_repeats_them():
     def call(x):
         return torch.rand_like(x), torch.rand_like(x), torch.randn_like(x)
