@@ -94,6 +94,15 @@ def test_rows_and_totals_of_columns_equal_eager(
     assert torch.equal(found["db16"], found["db"].bfloat16().float())
 
 
+def test_totals_of_many_rows_are_as_exact_as_pairwise_sums(kernels: Kernels) -> None:
+    rows = 1 << 18
+    x = torch.full((rows, 2), 0.1)
+    found = {"x": x, "g": x, "w": torch.ones(2), "dx": x.clone()}
+    found |= {key: torch.empty(2) for key in ("dw", "db", "db16")}
+    kernels.run("symbolic", found, s0=rows, s1=2)
+    torch.testing.assert_close(found["db"].double(), x.double().sum(0), rtol=2e-7, atol=0)
+
+
 def test_integer_sums_and_products_over_two_loops_of_rows_equal_eager(kernels: Kernels) -> None:
     x = torch.randint(-5, 5, (3, 7, 5))
     found = {"x": x, "sum": torch.empty(5, dtype=I64), "prod": torch.empty(5, dtype=I64)}

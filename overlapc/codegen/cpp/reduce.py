@@ -81,7 +81,7 @@ class ReductionFunction(ScanningFunction):
         self.line(f"const int64_t chunks = {index_text(chunk_count(self.body.numel(), CHUNK_ROWS))};")
         chunk = For("chunk", "0", "chunks")
         for at, store in enumerate(totals):
-            kind = C_TYPE[store.value.dtype]
+            kind = _total_type(store)
             self.line(f"{kind}* const parts{at} = ({kind}*)__builtin_malloc(sizeof({kind}) * chunks * width);")
             chunk.inside.append(f"{kind}* const part{at} = parts{at} + chunk * width;")
             chunk.inside.append(f"for (int64_t at = 0; at < width; ++at) part{at}[at] = {_IDENTITY[store.mode]};")
@@ -112,7 +112,7 @@ class ReductionFunction(ScanningFunction):
             self.open(loop)
         for at, store in enumerate(totals):
             dtype = store.value.dtype
-            kind = "double" if dtype.is_floating_point else C_TYPE[dtype]
+            kind = _total_type(store)
             part = f"parts{at}[chunk * width + {index_text(self._flat_position())}]"
             self.line(f"{kind} total{at} = {_IDENTITY[store.mode]};")
             self.line(f"for (int64_t chunk = 0; chunk < chunks; ++chunk) total{at} {_SIGN[store.mode]}= {part};")
@@ -382,6 +382,11 @@ class ReductionFunction(ScanningFunction):
         with self._row_loop():
             roots = [value for store in stores for value in store.operands()]
             self.nest(loops, roots, known, lambda names: [self.store(store, names) for store in stores], collapsed)
+
+
+def _total_type(store: Store) -> str:
+    """Return the C++ type of a column's totals: for floats double, which is as exact as pairwise sums."""
+    return "double" if store.value.dtype.is_floating_point else C_TYPE[store.value.dtype]
 
 
 def _unconditional(roots: Iterable[Value], known: Container[Value]) -> list[Value]:
