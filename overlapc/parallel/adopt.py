@@ -36,8 +36,9 @@ def adopt_fsdp2(model: _Module) -> _Module:
     Call it after all `fully_shard` calls, before `torch.compile`. Nothing is copied or communicated. A model that
     overlapc manages already is left as it is.
 
-    Raises ConfigError if FSDP2 manages no module of `model`, and for features that overlapc does not have: CPU offload,
-    all-gather extensions, replicated (DDP) parameters, and for tied parameters that two calls took.
+    Raises ConfigError if FSDP2 manages no module of `model`, while gradients wait to be reduced, for tied parameters
+    that two calls took, and for features that overlapc does not have: CPU offload, all-gather extensions, replicated
+    (DDP) parameters.
     """
     states = {id(state): state for module in model.modules() if (state := fsdp2_state(module)) is not None}
     if not states and any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -89,6 +90,11 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
                 f"adopt_fsdp2: {where} does not reduce its gradients now; call adopt_fsdp2 before"
                 " set_requires_gradient_sync(False), which the adopted model has, too"
             )
+        if _has_unreduced_gradients(group):
+            raise ConfigError(
+                f"adopt_fsdp2: {where} has gradients that FSDP2 has not reduced yet; call adopt_fsdp2 before the first"
+                " micro-batch of an optimizer step, or after its last one"
+            )
         if getattr(group, "reduce_scatter_unused_params", False):
             raise ConfigError(f"adopt_fsdp2: {where}: {REFUSED['set_reduce_scatter_unused_params']}")
         if group._all_reduce_hook is not None:
@@ -111,6 +117,15 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
                     f"adopt_fsdp2: {name} is a {type(param._sharded_local_tensor).__name__}, which changes what FSDP2"
                     " gathers; turn that off (float8 training: enable_fsdp_float8_all_gather=False)"
                 )
+
+
+def _has_unreduced_gradients(group: Any) -> bool:
+    """Whether FSDP2 keeps gradients of a backward without gradient sync, or those of one without all-reduce."""
+    gradients = [group._partial_reduce_output]
+    for param in group.fsdp_params:
+        gathered = getattr(param, "_unsharded_param", None)  # since the first forward
+        gradients += [param.unsharded_accumulated_grad, gathered.grad if gathered is not None else None]
+    return any(gradient is not None for gradient in gradients)
 
 
 def _refuse_ties_between_calls(states: Iterable[Any], paths: dict[nn.Module, str]) -> None:

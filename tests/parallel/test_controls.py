@@ -219,6 +219,21 @@ def test_a_model_that_does_not_reduce_its_gradients_is_not_adopted():
     assert isinstance(model.layers[0], fsdp2.FSDPModule)
 
 
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize("control", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_a_model_whose_gradients_wait_to_be_reduced_is_not_adopted(control, reduce_dtype):
+    model = nn.Linear(8, 8)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fsdp2.fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    getattr(model, control)(False)
+    model(torch.ones(2, 8)).sum().backward()
+    getattr(model, control)(True)
+    with pytest.raises(ConfigError, match="the model has gradients that FSDP2 has not reduced yet; call adopt_fsdp2"):
+        adopt_fsdp2(model)
+    model(torch.ones(2, 8)).sum().backward()
+    adopt_fsdp2(model)
+
+
 @pytest.mark.parametrize("adopted", [False, True])
 def test_a_control_of_one_module_changes_all_that_were_sharded_with_it(adopted):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
