@@ -135,7 +135,7 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
         setattr(Step._backward_cls, entry, Step.backward)
     # `Step.apply` ends in this call. Before it, `apply` unwraps dead functorch tensors, which Dynamo's guards on
     # dispatch keys exclude, and checks whether functorch is active: then Dynamo runs the original code, not this step.
-    return super(torch.autograd.Function, Step).apply
+    return _with_gradient(super(torch.autograd.Function, Step).apply)
 
 
 _TRANSFORMED = (
@@ -146,6 +146,21 @@ _NOT_DETERMINISTIC = (
     "torch.use_deterministic_algorithms is on in the backward of a step, but was off when the step was compiled\n"
     "hint: turn it on before the forward, or off for the backward"
 )
+
+
+def _with_gradient(apply: Step) -> Step:
+    """Return `apply` run with gradients: a function called without them may enable them inside."""
+
+    def step(*inputs: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return apply(*inputs)
+        torch._C._set_grad_enabled(True)
+        try:
+            return apply(*inputs)
+        finally:
+            torch._C._set_grad_enabled(False)
+
+    return step
 
 
 def _without_gradient(forward: Call) -> Step:

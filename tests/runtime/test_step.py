@@ -192,6 +192,22 @@ def test_reads_in_a_no_grad_block_are_not_recorded():
         torch.testing.assert_close(result, function(x))
 
 
+def test_a_function_called_without_gradients_may_enable_them():
+    x = leaf(4)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x.sin()
+
+    step = torch.compile(function, backend="overlapc", options={"native": False})
+    for times in (1, 2, 3):  # the first call uses torch's wrapper
+        with torch.no_grad():
+            result = step(x)
+            assert not torch.is_grad_enabled()
+        result.sum().backward()
+        torch.testing.assert_close(x.grad, times * x.detach().cos())
+
+
 def sine() -> Any:
     """Return a step with one input and one output, made without a compiler."""
 
