@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import overlapc.parallel.gathered
+import overlapc.parallel.full
 from tests.parallel.test_gathered import errors
 from tests.ranks import on_gpus, values_on_ranks
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 def errors_with_slow_reductions(compiled: bool) -> dict[str, float]:
     """Return `errors` if a reduction ends milliseconds after its module's backward, which does not wait for it."""
-    reduce_used = overlapc.parallel.gathered.reduce_used
+    reduce_used = overlapc.parallel.full.reduce_used
 
     def slowly(*args: Any) -> list[Any]:
         parts = reduce_used(*args)
         torch.cuda._sleep(5_000_000)
         return [None if part is None else part.clone() for part in parts]
 
-    overlapc.parallel.gathered.reduce_used = slowly
+    overlapc.parallel.full.reduce_used = slowly
     return errors(compiled, "cuda")
 
 
