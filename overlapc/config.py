@@ -25,7 +25,7 @@ from overlapc.options import option_values as read
 STAGES = ("fx", "ir", "fusion", "passes", "program", "kernels", "all")  # of a compilation; values of `dump`
 # Options that do not change the generated code (where files are, how long to wait for other ranks, what to print): they
 # are not part of cache keys.
-NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
+NOT_IN_KEY = frozenset({"rank_timeout", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
 
 
 def _knob(default: Any, reader: Callable[[Any], Any], meaning: str) -> Any:

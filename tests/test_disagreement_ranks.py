@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
-from tests.ranks import alive, run_on_ranks
+from tests.ranks import alive, run_on_ranks, values_on_ranks
 
 TIMEOUT_S = 4.0  # only where a rank never comes: on a loaded machine other ranks may be this late, too
 
@@ -60,6 +61,23 @@ def reduced_if_positive(x: Tensor, same: bool) -> Tensor:
     return y.relu() if same or dist.get_rank() == 0 else y.tanh()
 
 
+def logging_on_one_rank(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Reduce a metric on both ranks, and read the result on rank 0 only."""
+    y = x * weight
+    total = funcol.all_reduce(y.detach().sum(), "sum", dist.group.WORLD)
+    return y * 2, total if dist.get_rank() == 0 else x.sum()
+
+
+def logged(training: bool, rank_check: bool) -> tuple[float, float]:
+    """Return the logged metric, and the sum over ranks that a later collective computes."""
+    options = {"rank_timeout": 60.0, "rank_check": rank_check, "warm_start": False}
+    call = torch.compile(logging_on_one_rank, backend="overlapc", options=options)
+    _, metric = call(torch.ones(4) * (dist.get_rank() + 1), torch.ones(4, requires_grad=training))
+    later = torch.tensor(100.0)
+    dist.all_reduce(later)
+    return metric.item(), later.item()
+
+
 def conditional_communication() -> None:
     call = torch.compile(reduced_if_positive, backend="overlapc", options={"rank_timeout": 60.0, "warm_start": False})
     x = torch.ones(8) * (dist.get_rank() + 1)
@@ -87,6 +105,18 @@ def test_different_graphs_are_an_error_that_names_ranks_and_the_first_difference
         assert "rank 0" in outcome.error
         assert "look for branches on the rank" in outcome.error
         assert "rank 1" in outcome.error
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_result_that_only_one_rank_reads_is_an_error_on_both_ranks(training: bool):
+    for outcome in run_on_ranks(logged, 2, training, True):
+        assert outcome.error_type.endswith("RanksDisagree"), outcome
+        assert "ranks compile different graphs" in outcome.error
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_unless_ranks_compare_graphs_both_run_a_collective_whose_result_one_of_them_reads(training: bool):
+    assert values_on_ranks(logged, 2, training, False) == [(12.0, 200.0), (8.0, 200.0)]
 
 
 def test_graphs_that_communicate_in_the_branches_of_a_conditional_only_are_compared():

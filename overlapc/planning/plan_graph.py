@@ -17,7 +17,7 @@ from overlapc.codegen.python import FIXED_NAMES
 from overlapc.config import Config
 from overlapc.estimators.base import Estimator
 from overlapc.estimators.device import DeviceProfile
-from overlapc.fx.comm.canonical import canonicalize
+from overlapc.fx.comm.canonical import canonicalize, drop_unread
 from overlapc.fx.comm.collectives import Collective, find_collectives
 from overlapc.fx.comm.exchange import may_be_exchanged, travelling_bytes
 from overlapc.fx.comm.fsdp2 import clean_up
@@ -99,6 +99,8 @@ def plan_graph(
             return Reused(copies)
         if agreement is not None:
             profile = agreement.agree_on_profile(profile)
+        if agreement is not None or followed is not None:  # not before: ranks may read results of different collectives
+            drop_unread(gm)
         packing = _copy_costs(profile) if followed is None else followed.agreed.packing
         if pack(gm, packing):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
@@ -199,8 +201,13 @@ def as_sent(collective: Collective, by_copies: bool) -> Comm:
     Graphs of one function differ in these although their collectives have the same data: copies carry none of symbolic
     size, and a step that adds gradients of earlier micro-batches before it reduces them sends float32 where other steps
     send bfloat16 (all ranks take such a step together, so all of them compile its graph).
+
+    A collective whose result is not read is marked, because it is removed: a graph that runs it cannot follow one that
+    does not.
     """
     start, comm = collective.start, collective.comm
+    if collective.unread:
+        comm = replace(comm, variant=f"{comm.variant} unread")
     sent = replace(comm, bytes=travelling_bytes(start)) if may_be_exchanged(start) else comm
     return replace(sent, via=COPY) if by_copies and form_refused(collective) is None else sent
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc.fx.comm.canonical import canonicalize
+from overlapc.fx.comm.canonical import canonicalize, drop_unread
 from overlapc.fx.comm.collectives import find_collectives
 from overlapc.fx.comm.communication import group_of, is_asynchronous, is_collective, is_wait
 
@@ -106,14 +106,21 @@ def test_gathers_of_different_values_are_not_merged(world):
     assert names(module).count("all_gather_into_tensor") == 2
 
 
-def test_an_unread_collective_is_removed(world):
+def test_an_unread_collective_is_removed_only_on_request(world):
     def unread(x: Tensor) -> Tensor:
         wait(c10d.all_gather_into_tensor(x, 4, world))
         return x + 1
 
     module = trace(unread)
-    canonicalize(module)
+    assert canonicalize(module) == 0
+    assert drop_unread(module) == 2
     assert names(module) == ["add"]
+
+
+def test_a_launch_that_the_program_never_waits_for_gets_a_wait(world):
+    module = trace(lambda x: (c10d.all_gather_into_tensor(x, 4, world), x + 1)[1])
+    canonicalize(module)
+    assert names(module) == ["all_gather_into_tensor", "wait_tensor", "add"]
 
 
 def test_an_in_place_collective_is_read_through_its_wait(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -53,6 +54,32 @@ def test_without_collectives_the_partition_is_torchs_own_without_aliases():
     ours = graphs(wrapped, torch.ones(4, 4))
     theirs = graphs(wrapped, torch.ones(4, 4), partition_fn=min_cut_rematerialization_partition)
     assert list(ours) == [[op for op in ops if op != "detach"] for ops in theirs]
+
+
+class Logging(nn.Module):
+    """Reduces a metric in forward, or in backward by a hook, and does not read the result."""
+
+    def __init__(self, group: str, in_backward: bool) -> None:
+        super().__init__()
+        self.inner, self.group, self.in_backward = nn.Linear(4, 4), group, in_backward
+
+    def log(self, x: Tensor) -> None:
+        total = torch.ops._c10d_functional.all_reduce(x.detach().sum(), "sum", self.group)
+        torch.ops._c10d_functional.wait_tensor(total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x).sin()
+        if self.in_backward:
+            h.register_hook(self.log)
+        else:
+            self.log(h)
+        return h.sum()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_collective_that_nothing_reads_stays_where_the_program_issues_it(world, in_backward):
+    found = [names.count("all_reduce") for names in graphs(Logging(world, in_backward), torch.ones(2, 4))]
+    assert found == [not in_backward, in_backward]
 
 
 class Summed(nn.Module):

@@ -38,7 +38,6 @@ def canonicalize(graph_module: fx.GraphModule) -> int:
     changed += _one_wait_each(graph)
     changed += merge_gathers(graph)
     changed += merge_reductions(graph)
-    changed += _drop_unread(graph)
     if changed:
         graph.lint()
         graph_module.recompile()
@@ -119,7 +118,7 @@ def _one_wait_each(graph: fx.Graph) -> int:
 def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
     """Make all readers of `output` read it through one wait; unless it has exactly that, insert the wait after it."""
     users = [user for user in output.users if user.target is not done]  # `done` needs the launch, not the result
-    if not users or (len(users) == 1 and is_wait(users[0])):
+    if len(users) == 1 and is_wait(users[0]):
         return 0
     with graph.inserting_after(output):
         wait = graph.call_function(WAIT, (output,))
@@ -133,17 +132,19 @@ def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
     return 1
 
 
-def _drop_unread(graph: fx.Graph) -> int:
-    """Remove collectives whose results are not read; the graph is the same on all ranks, so all remove the same ones.
+def drop_unread(graph_module: fx.GraphModule) -> int:
+    """Remove collectives whose results are not read; only for a graph that is known to be the same on all ranks.
 
-    torch considers waits to have side effects, and keeps them. The only effect of waiting for a functional launch is
-    its result. The wait for an in-place collective stays, because readers of the mutated tensor rely on it.
+    Another rank may read the result of its own launch, and would wait for this rank. The wait for an in-place
+    collective stays, because readers of the mutated tensor rely on it.
     """
     changed = 0
-    for node in reversed(list(graph.nodes)):
+    for node in reversed(list(graph_module.graph.nodes)):
         of_launch = is_wait(node) or node.target is operator.getitem
         launch = _launch_of(node.args[0]) if of_launch else node
         if not node.users and isinstance(launch, fx.Node) and is_asynchronous(launch):
-            graph.erase_node(node)
+            graph_module.graph.erase_node(node)
             changed += 1
+    if changed:
+        graph_module.recompile()
     return changed

@@ -36,6 +36,11 @@ class Collective:
         """Whether the launch itself blocks until the collective is done, so that no compute can hide it."""
         return not self.waits
 
+    @property
+    def unread(self) -> bool:
+        """Whether no node reads its result, so that `drop_unread` would remove it."""
+        return not self.synchronous and not any(wait.users for wait in self.waits)
+
 
 def find_collectives(graph: fx.Graph, safe: frozenset[str] = frozenset()) -> list[Collective]:
     """Return every collective of a canonical graph, in order.

@@ -14,6 +14,8 @@ torch's min-cut decides which values are saved and which are recomputed, except 
   (fx/partitioning/recompute.py). Of a view, the base is saved: backward then knows which of its inputs share memory,
   and the plan counts that memory once.
 - Sizes that backward's arguments are made of are saved, too (fx/partitioning/saved_sizes.py).
+- A collective whose result nothing reads stays, because another rank may read it
+  (overlapc/fx/partitioning/unread_collectives.py).
 - An input that forward changes is saved as a copy from before the change (overlapc/fx/partitioning/changed_inputs.py).
 - Sums, and other values whose bits depend on the kernel that computes them, are saved if the graph compares them, also
   inside a checkpoint (overlapc/fx/partitioning/compared.py).
@@ -42,6 +44,7 @@ from overlapc.fx.partitioning.minimum_cut import cut_in_parts
 from overlapc.fx.partitioning.recompute import backward_nodes, recompute_expansions, recompute_sums
 from overlapc.fx.partitioning.rng_state import describe, put_states_before_objects, unwrap_attention
 from overlapc.fx.partitioning.saved_sizes import save_sizes
+from overlapc.fx.partitioning.unread_collectives import return_unread
 from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
 from overlapc.fx.versions.changes import saving_always_costs
@@ -71,6 +74,8 @@ def partition(
     joint_module.graph.eliminate_dead_code()  # else dead nodes would count as users
     regathered: dict[str, str] = {}  # name of the wait of backward's gather -> name of the wait of forward's gather
     for gather in list(parameter_gathers(joint_module.graph)):
+        if not gather.wait.users:
+            continue
         if gather.label.post_size:
             regathered.update(_gather_from_part(gather))
         elif gather.label.reshard and gather.start.name not in keep:
@@ -93,10 +98,12 @@ def partition(
     options_of_torch = torch._functorch.config.patch(
         graphsafe_rng_functionalization=False, cse=False, recompute_views=True
     )
+    unread = return_unread(joint_module.graph, num_fwd_outputs)
     with options_of_torch, cut_in_parts(), saving_always_costs():
         forward, backward = min_cut_rematerialization_partition(
-            joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
+            joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs + unread.forward, **options
         )
+    unread.no_longer_returned(forward.graph, backward.graph, num_fwd_outputs)
     put_states_before_objects(forward, backward, num_fwd_outputs)
     draw_early(backward.graph)
     drop_copies(forward.graph, num_fwd_outputs, copies)
