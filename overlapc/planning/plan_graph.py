@@ -99,7 +99,7 @@ def plan_graph(
             return Reused(copies)
         if agreement is not None:
             profile = agreement.agree_on_profile(profile)
-        if agreement is not None or followed is not None:  # not before: ranks may read results of different collectives
+        if agreement is not None or followed is not None or not will_run:  # ranks have the same collectives to remove
             drop_unread(gm)
         packing = _copy_costs(profile) if followed is None else followed.agreed.packing
         if pack(gm, packing):

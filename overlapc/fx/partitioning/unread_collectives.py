@@ -35,8 +35,9 @@ def return_unread(joint: fx.Graph, forward_outputs: int) -> Unread:
     """Return the results of collectives that nothing reads from the part of the joint graph that computes them."""
     in_backward = backward_nodes(joint)
     unread = [node for node in joint.nodes if is_wait(node) and not node.users]
-    late = [node for node in unread if node in in_backward or belongs_to_backward(node)]
-    early = [node for node in unread if node not in late]
+    of_backward = {node: node in in_backward or belongs_to_backward(node) for node in unread}
+    late = [node for node in unread if of_backward[node]]
+    early = [node for node in unread if not of_backward[node]]
     _replace_outputs(joint, len(_outputs(joint)), 0, late)
     _replace_outputs(joint, forward_outputs, 0, early)
     return Unread(len(early), len(late))
