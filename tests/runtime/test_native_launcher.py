@@ -136,11 +136,15 @@ def test_a_launcher_and_its_owner_are_collected(made, driver: Driver):
         def other(self, *tensors: Any) -> None:
             pass
 
-    owner = Owner()
-    held = weakref.ref(owner)
-    del owner
-    gc.collect()
-    assert held() is None
+    gc.freeze()  # what other tests left takes many seconds to scan
+    try:
+        owner = Owner()
+        held = weakref.ref(owner)
+        del owner
+        gc.collect()
+        assert held() is None
+    finally:
+        gc.unfreeze()
 
 
 def test_without_a_driver_there_is_no_launcher(tmp_path: Path):
