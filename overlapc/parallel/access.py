@@ -9,7 +9,6 @@ is what initialization, optimizers and checkpoints need.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from overlapc.errors import ConfigError
 from overlapc.fx.versions.dynamo import compiled_alike, never_compiled_alone
-from overlapc.fx.versions.sharding import FORWARD_METHODS_FILE, in_backward, set_fsdp2_state
+from overlapc.fx.versions.sharding import in_backward, set_fsdp2_state
 from overlapc.parallel import gathered
 from overlapc.parallel.controls import Controls, modules_of, refusal
 from overlapc.parallel.gather import ShardedParam, ShardGroup, due, unshard
@@ -261,7 +260,6 @@ def make_group(
     module.__dict__["_overlapc_output_dtype"] = policy.output_dtype
     module.__dict__["_overlapc_pending"] = Pending({})
     module.__dict__["_overlapc_contains_groups"] = False
-    module.__dict__["_overlapc_running"] = None
     _set_class(module, (), group=True)
     _compile_again(module)
     set_fsdp2_state(module, ModuleState(module))
@@ -329,7 +327,7 @@ def _property(name: str) -> property:
             return unshard(param, key_of(self, name, form), _leaf_of(self, name))
         if gathered_here is not None:
             return gathered.read(self, name)
-        if gathered.in_forward() or in_backward() or _in_forward_method():  # this module itself was not called
+        if gathered.in_forward() or in_backward() or gathered.in_forward_method():  # this module itself was not called
             return _unshard_eagerly(param, self._overlapc_keys[name], _leaf_of(self, name))
         return param
 
@@ -354,17 +352,6 @@ def _leaf_of(module: Any, name: str) -> Tensor | None:
 
 _unshard_eagerly = torch.compiler.disable(unshard)
 never_compiled_alone(FSDPModule._run_forward)
-
-
-def _in_forward_method() -> bool:
-    """Whether a method given to `register_fsdp_forward_method` led here, which broke the graph if this code runs: the
-    method's begin was compiled then, and gathered nothing for code that runs eagerly."""
-    frame = sys._getframe(2)  # 0: this function, 1: the property
-    while frame is not None:
-        if frame.f_code.co_filename == FORWARD_METHODS_FILE:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

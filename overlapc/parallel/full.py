@@ -74,13 +74,14 @@ def _form(param: DTensor) -> tuple[Any, ...]:
     return shard.dtype, shard.device, shard.shape
 
 
-def _version(param: DTensor) -> tuple[int, int, int]:
+def _version(param: DTensor) -> tuple[int, ...]:
     """Return what differs after most changes of a parameter; optimizers that take DTensors count theirs there only.
 
     A replaced shard counts as a change also where it is empty and has no address: all ranks must gather then.
     """
     shard = param._local_tensor
-    return shard.untyped_storage()._cdata, shard._version, param._version
+    counted = (each._version for each in (shard, param) if not each.is_inference())
+    return shard.untyped_storage()._cdata, *counted
 
 
 def connected(stream: GatherStream, fulls: Sequence[Full], leaves: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

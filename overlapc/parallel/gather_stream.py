@@ -59,6 +59,11 @@ class GatherStream:
             gather()
             ready: torch.cuda.Event = self._stream.record_event()
         self._reusable_after = []
+        self.empty_freed()
+        return ready
+
+    def empty_freed(self) -> None:
+        """Free the memory that is not needed any more; the next gather waits until it has been used."""
         for each, event in self._waiting:
             for one in each:
                 if one.freed_after is event:
@@ -66,7 +71,6 @@ class GatherStream:
                     one.empty()
             self._reusable_after.append(event)
         self._waiting = []
-        return ready
 
     def free(self, used: Iterable[Freeable]) -> None:
         """Free the memory of `used`, which the compute issued so far has used last."""

@@ -17,9 +17,11 @@ Whether a rank communicates here depends on the calls that its program makes, an
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from overlapc.errors import OverlapcError
 from overlapc.fx.captured.wrapped import storage_of
 from overlapc.fx.versions.dynamo import never_compiled_alone
-from overlapc.fx.versions.sharding import in_backward
+from overlapc.fx.versions.sharding import FORWARD_METHODS_FILE, in_backward
 from overlapc.parallel.controls import modules_of, parts_of
 from overlapc.parallel.full import Full, connected, reduce_without_gradients
 from overlapc.parallel.gather import ShardedParam, as_dtensor, as_parameter, gather_all
@@ -79,11 +81,10 @@ def unshard(module: Any) -> None:
 @_never_compiled
 def reshard(module: Any) -> None:
     """Free the gathered parameters; a backward that needs them gathers them again."""
-    module.__dict__["_overlapc_running"] = None  # after an exception
     gathered = _known(module)
     if gathered is not None:
         if not in_backward():
-            gathered.forget_calls()
+            gathered.forget_backwards()
         gathered.rest(free=True)
 
 
@@ -92,7 +93,8 @@ def read(owner: Any, name: str) -> Tensor:
     """Return a gathered parameter of `owner`; all of its module are gathered again if its shard has changed."""
     found: Readable = owner._overlapc_gathered
     if not found.running:  # `unshard` gathered it
-        found.gathered.begin(_begins_outermost())
+        if not found.gathered.has_current(owner, name):
+            found.gathered.begin(_begins_outermost())
         found.gathered.stay()
     tensor: Tensor = owner._overlapc_gathered.tensors[name]
     return tensor
@@ -100,37 +102,65 @@ def read(owner: Any, name: str) -> Tensor:
 
 def run_gathered(module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return `call(*args, **kwargs)`, a forward of `module` that is not one graph; every rank must call this."""
-    forward, args, kwargs = begin_forward(module, args, kwargs)
+    forward = begin_forward(module)
     _this_thread.forwards = getattr(_this_thread, "forwards", 0) + 1
     try:
-        output = call(*args, **kwargs)
+        args, kwargs = _watch(forward, args, kwargs)
+        return _ended(forward, call(*args, **kwargs))
     except BaseException:
         _stopped(forward)
         raise
     finally:
         _this_thread.forwards -= 1
-    return _ended(forward, output)
 
 
 never_compiled_alone(run_gathered)
 
 
 @_never_compiled
-def begin_forward(module: Any, args: Any, kwargs: Any) -> tuple[Forward, Any, Any]:
-    """Gather the parameters of `module` and make them readable; return the forward and its arguments."""
+def begin_forward(module: Any) -> Forward:
+    """Gather the parameters of `module` and make them readable."""
     begins_outermost = _begins_outermost()
     if begins_outermost:
-        _this_thread.outermost = []
+        _this_thread.latest, _this_thread.outermost = None, object()
     gathered = _of(module)
     gathered.begin(begins_outermost, anew=True)
-    forward = Forward(gathered, module)
-    args, kwargs = forward.watch(args, kwargs)
-    return forward, args, kwargs
+    return Forward(gathered, module)
 
 
-def end_forward(module: Any, output: Any) -> Any:
-    """End the forward that began last, and return its `output`."""
-    return _ended(module.__dict__["_overlapc_running"], output)
+class Method:
+    """A call of a method that counts as a forward; dropped by its caller, it ends what an exception left."""
+
+    @_never_compiled
+    def __init__(self, module: Any) -> None:
+        """Gather the parameters of `module` and make them readable."""
+        self._forward: Forward | None = begin_forward(module)
+        _this_thread.forwards = getattr(_this_thread, "forwards", 0) + 1
+
+    @_never_compiled
+    def watched(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments as the method should get them."""
+        assert self._forward is not None
+        return self._forward.watch(args, kwargs)
+
+    @_never_compiled
+    def ended(self, output: Any) -> Any:
+        """Return the method's `output`."""
+        assert self._forward is not None
+        output = self._forward.ended(output)
+        self._forward = None
+        _this_thread.forwards -= 1
+        return output
+
+    def __del__(self) -> None:
+        if self._forward is not None:
+            self._forward.stopped()
+            _this_thread.forwards -= 1
+
+
+@_never_compiled
+def _watch(forward: Forward, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return forward.watch(args, kwargs)
 
 
 @_never_compiled
@@ -146,6 +176,16 @@ def _stopped(forward: Forward) -> None:
 def in_forward() -> bool:
     """Whether a forward that is not one graph runs in this thread."""
     return bool(getattr(_this_thread, "forwards", 0))
+
+
+def in_forward_method() -> bool:
+    """Whether a method given to `register_fsdp_forward_method` led here."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == FORWARD_METHODS_FILE:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _begins_outermost() -> bool:
@@ -176,11 +216,13 @@ class Gathered(_NotCopied):
         self._full: dict[str, Full] = {}  # by parameter key, which tied parameters share
         self._readable: list[tuple[Any, Readable, dict[str, str]]] = []  # (owner, what it reads, key of each name)
         self._tensors: dict[str, Any] = {}  # what code reads, by parameter key, unless they are hidden
-        self._nodes: list[Node] = []  # those that reduce their gradients
-        self._forwards = 0  # that run
+        self._leaves: dict[str, Tensor] = {}  # where unreduced gradients of these accumulate
+        self._reductions: list[tuple[Node, list[Full]]] = []  # nodes that reduce gradients, and those of what
+        self._replaced: list[Full] = []  # of parameters that were replaced since the forward whose backward runs
+        self._forwards: set[Forward] = set()  # those that run
         self._backwards: set[Forward] = set()  # those whose backward runs
         self._parts_before: set[Any] = set()  # modules of the group whose forward is still to come
-        self._parts_behind: set[Any] = set()  # modules of the group whose backward is still to come
+        self._behind: set[Forward] = set()  # of the last outermost forward, those whose backward is still to come
         self._must_stay = False  # whether a backward may need them without passing a result of a forward
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
         self.stream = gather_stream(device)
@@ -193,14 +235,17 @@ class Gathered(_NotCopied):
         know of all changes since then (those by `.data`).
         """
         if begins_outermost:
-            self.forget_calls()
+            self._forwards.clear()
+            self.forget_backwards()
             self.stream.follow_compute()  # an optimizer may have changed the parameters
+        if not (anew or self._forwards or self._backwards):
+            self._tensors = {}  # parameters may have been frozen since, or their gradients kept unreduced
         with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
             self._follow_modules()
             outermost = getattr(_this_thread, "outermost", None)
             if anew and not in_backward() and self._outermost is not outermost:
                 self._outermost = outermost
-                self._parts_before, self._parts_behind = set(self._parts()), set()
+                self._parts_before, self._behind = set(self._parts()), set()
                 self._tensors = {}
                 if not self.kept:
                     self._must_stay = False
@@ -210,6 +255,19 @@ class Gathered(_NotCopied):
             if not self._tensors:
                 self._connect()
         self.show(running=anew or bool(self._forwards or self._backwards))
+
+    def has_current(self, owner: Any, name: str) -> bool:
+        """Whether what code reads is a parameter's present form, as far as torch knows."""
+        key, param = managed(owner)[name].key, owner._parameters[name]
+        full = self._full.get(key)
+        return (
+            full is not None
+            and full.is_for(param)
+            and full.is_current
+            and not full.has_changed()
+            and self._tensors[key].requires_grad == param.requires_grad
+            and self._leaves.get(key) is (owner._overlapc_unsynced.get(name) if param.requires_grad else None)
+        )
 
     def _parts(self) -> list[Any]:
         module = self._module()
@@ -229,14 +287,17 @@ class Gathered(_NotCopied):
 
     def _connect(self) -> None:
         """Make what code reads: results of new autograd nodes, also for a forward that may enable gradients later."""
-        leaves = self._unsynced()
-        self._nodes = []
+        leaves = self._leaves = self._unsynced()
+        self._reductions = []
         with torch.enable_grad():
-            for fulls in self._by_group(self._full.values()):
+            for fulls in self._by_group():
                 results = connected(self.stream, fulls, [leaves.get(full.sharded.key) for full in fulls])
-                self._nodes += {each.grad_fn: None for each in results if each.grad_fn is not None}
                 for full, result in zip(fulls, results, strict=True):
                     self._tensors[full.sharded.key] = as_parameter(result, full.sharded)
+                node = next((result.grad_fn for result in results if result.grad_fn is not None), None)
+                reduced = [full for full in fulls if full.param.requires_grad and full.sharded.key not in leaves]
+                if node is not None and reduced:
+                    self._reductions.append((node, reduced))
 
     def _unsynced(self) -> dict[str, Tensor]:
         """Return the leaves where unreduced gradients accumulate, by parameter key."""
@@ -247,17 +308,16 @@ class Gathered(_NotCopied):
                     found[keys[name]] = leaf
         return found
 
-    @staticmethod
-    def _by_group(fulls: Iterable[Full]) -> list[list[Full]]:
+    def _by_group(self) -> list[list[Full]]:
         found: dict[int, list[Full]] = {}
-        for full in fulls:
+        for full in self._full.values():
             found.setdefault(id(full.sharded.group), []).append(full)
         return list(found.values())
 
-    def prefetch(self) -> None:
-        """Gather those that are not gathered or have changed, beside compute."""
+    def prefetch(self, wanted: dict[str, Full] | None = None) -> None:
+        """Gather those that are not gathered or have changed, beside compute. wanted: others than the present ones."""
         missing = []
-        for full in self._full.values():
+        for full in (self._full if wanted is None else wanted).values():
             full.freed_after = None
             if not full.is_current or full.has_changed():
                 missing.append(full)
@@ -267,13 +327,15 @@ class Gathered(_NotCopied):
             for full, gathered in zip(missing, found, strict=True):
                 full.fill(gathered)
 
+        if any(full.has_changed() for full in missing):
+            self.stream.follow_compute()
         if missing:
             with temporarily_clear_interpreter_stack(), torch.no_grad(), torch.inference_mode(False):
                 self._ready = self.stream.run(gather)
 
-    def fill(self) -> None:
+    def fill(self, wanted: dict[str, Full] | None = None) -> None:
         """Like `prefetch`, but later compute waits for it."""
-        self.prefetch()
+        self.prefetch(wanted)
         if self._ready is not None:
             self._ready.wait()
             self._ready = None
@@ -293,11 +355,12 @@ class Gathered(_NotCopied):
         if free:
             self.kept = False
             if not self._must_stay:
-                self.stream.free(self._full.values())
+                self.stream.free([*self._full.values(), *self._replaced])
+                self._replaced = []
         if self.kept:
             self.show(running=False)
             return
-        self._tensors, self._nodes = {}, []
+        self._tensors, self._reductions = {}, []
         for owner, readable, _ in self._readable:
             readable.tensors = {}
             owner.__dict__["_overlapc_gathered"] = None
@@ -311,18 +374,24 @@ class Gathered(_NotCopied):
         mine = {storage_of(full.local).data_ptr() for full in self._full.values() if full.local is not None}
         return any(storage_of(tensor).data_ptr() in mine for tensor in plain_tensors(tensors))
 
-    def begin_forward(self) -> tuple[dict[str, Any], list[Node], list[int]]:
-        """Note that a forward begins; return what it reads, the nodes that reduce, and what `end_forward` compares."""
-        self._forwards += 1
-        return self._tensors, self._nodes, self._versions()
+    def begin_forward(self, forward: Forward) -> None:
+        """Note that `forward` begins, and let it know what it needs later."""
+        self._forwards.add(forward)
+        forward.tensors, forward.reductions, forward.siblings = self._tensors, self._reductions, self._behind
+        forward.full, forward.versions = self._full, self._versions()
 
-    def end_forward(self, versions: list[int]) -> None:
-        """Note that a forward has ended. versions: of its begin; raise OverlapcError if it changed a parameter."""
-        self._forwards -= 1
-        for full, before, after in zip(self._full.values(), versions, self._versions(), strict=False):
+    def end_forward(self, forward: Forward) -> None:
+        """Raise OverlapcError if `forward` changed a parameter; note that it has ended."""
+        for full, before, after in zip(self._full.values(), forward.versions, self._versions(), strict=False):
             if before != after:
                 full.is_current = False
                 raise OverlapcError(f"a forward writes into {lost(full.sharded)}")
+        self._forwards.discard(forward)
+
+    def stop_forward(self, forward: Forward) -> None:
+        """Note that `forward` was ended by an exception, and free the memory."""
+        self._forwards.discard(forward)
+        self.rest(free=not in_backward())
 
     def _versions(self) -> list[int]:
         return [full.local._version for full in self._full.values() if full.local is not None]
@@ -331,7 +400,7 @@ class Gathered(_NotCopied):
         """Free the memory after a forward, unless the group keeps it for backward or for its other modules."""
         self._parts_before.discard(forward.module)
         if has_graph:
-            self._parts_behind.add(forward.module)
+            forward.siblings.add(forward)
         if in_backward():
             backward_that_runs().touched[self] = None  # a repeated forward
             return
@@ -344,26 +413,30 @@ class Gathered(_NotCopied):
         self._backwards.add(forward)
         if torch.is_grad_enabled():  # create_graph=True
             self.stay()
-        self.fill()
+        self.fill(forward.full)
+        if forward.full is not self._full:
+            self._replaced += forward.full.values()
         self._tensors = forward.tensors
         self.show(running=True)
 
     def end_backward(self, forward: Forward) -> None:
-        """Free the memory, unless the backward of another module of the group comes next."""
+        """Free the memory, unless the backward of an earlier forward of the group, which needs it, comes next."""
         if forward not in self._backwards:
             return
         self._backwards.discard(forward)
-        self._parts_behind.discard(forward.module)
-        if not self._parts_behind:
+        forward.siblings.discard(forward)
+        if all(sibling.reductions is not forward.reductions for sibling in forward.siblings):
             self._reduce_without_gradients(forward)
+        if not forward.siblings:
             self._free_after_backward()
 
     def end_backwards(self) -> None:
         """End those that autograd did not lead to the arguments of their forward."""
-        for forward in self._backwards:
+        ended, self._backwards = self._backwards, set()
+        for forward in ended:
+            forward.siblings.clear()
+        for forward in {id(forward.reductions): forward for forward in ended}.values():
             self._reduce_without_gradients(forward)
-        self._backwards.clear()
-        self._parts_behind.clear()
         self._free_after_backward()
 
     def _free_after_backward(self) -> None:
@@ -371,70 +444,87 @@ class Gathered(_NotCopied):
         self.rest(free=module is None or module.__dict__.get("_overlapc_reshard_after_backward", True))
 
     def _reduce_without_gradients(self, forward: Forward) -> None:
-        """Reduce like other ranks if no gradient of this group is computed on this one in the backward that runs."""
-        if forward.nodes and not any(map(torch._C._will_engine_execute_node, forward.nodes)):
-            trained = [full for full in self._full.values() if full.param.requires_grad]
-            for fulls in self._by_group(trained):
+        """Reduce like other ranks what has no gradient on this one in the backward that runs."""
+        for node, fulls in forward.reductions:
+            if not torch._C._will_engine_execute_node(node):
                 reduce_without_gradients(self.stream, fulls)
 
-    def forget_calls(self) -> None:
+    def forget_backwards(self) -> None:
         """Note that none runs: one that an exception ended did not always say so."""
-        self._forwards = 0
         self._backwards.clear()
 
 
-class Forward:
+@dataclass
+class _Place:
+    """The place of a forward in the order of an outermost one."""
+
+    gathered: Gathered
+    before: _Place | None
+    has_graph: bool = False
+
+    def prefetch_before(self) -> None:
+        """Gather for the backward that comes next."""
+        before = self.before
+        while before is not None and not before.has_graph:
+            before = before.before
+        if before is not None:
+            before.gathered.prefetch()
+            backward_that_runs().touched[before.gathered] = None
+
+
+class Forward(_NotCopied):
     """A forward of a sharded module that is not one graph, and its backward."""
+
+    full: dict[str, Full]  # the parameters that it found, by key
+    tensors: dict[str, Any]  # what it reads of them
+    reductions: list[tuple[Node, list[Full]]]  # the nodes that reduce its gradients, and those of what
+    siblings: set[Forward]  # of the same group and outermost forward, those whose backward is still to come
+    versions: list[int]  # of the parameters at its begin
 
     def __init__(self, gathered: Gathered, module: Any) -> None:
         """Begin it."""
         self.gathered = gathered
         self.module = module
-        self._outer: Forward | None = module.__dict__["_overlapc_running"]
-        self._before: Gathered | None = None  # what the forward before this one gathered
+        self._place = _Place(gathered, None)
         if not in_backward():
-            self._before = _this_thread.outermost[-1] if _this_thread.outermost else None
-            _this_thread.outermost.append(gathered)
-        self.tensors, self.nodes, self._versions = gathered.begin_forward()
-        self._watched: set[int] = set()  # ids of arguments that have a gradient, which may also be results
-        module.__dict__["_overlapc_running"] = self
+            self._place.before = _this_thread.latest
+            _this_thread.latest = self._place
+        self._watched: list[Tensor] = []  # while it runs: arguments that have a gradient, which may also be results
+        gathered.begin_forward(self)
 
     def watch(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments; backward ends where it has the gradients of those that have one.
 
         Tensors among the arguments are replaced by views of them, so that nothing before this module has to run first.
         """
-        watched: list[Tensor] = []
+        if torch.is_inference_mode_enabled():
+            return args, kwargs
 
-        def view(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.requires_grad or torch.is_inference_mode_enabled():
-                return value
+        def view(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
             with torch.enable_grad():
-                watched.append(value.view_as(value))
-            return watched[-1]
+                self._watched.append(tensor.view_as(tensor))
+            return self._watched[-1]
 
-        args, kwargs = tuple(map(view, args)), {name: view(value) for name, value in kwargs.items()}
-        self._watched = {id(tensor) for tensor in watched}
-        if watched:
-            torch.autograd.graph.register_multi_grad_hook(watched, lambda _: self.gathered.end_backward(self))
+        # Containers are made anew, as FSDP2 does, but only for tensors in them that have a gradient.
+        if any(tensor.requires_grad for tensor in _tensors((args, kwargs))):
+            args, kwargs = map_tensors(view, (args, kwargs))
+            torch.autograd.graph.register_multi_grad_hook(self._watched, lambda _: self.gathered.end_backward(self))
         return args, kwargs
 
     def stopped(self) -> None:
         """End the forward after an exception."""
-        self.module.__dict__["_overlapc_running"] = self._outer
-        self.gathered.end_forward([])
-        self.gathered.rest(free=not in_backward())
+        self._watched = []
+        self.gathered.stop_forward(self)
 
     def ended(self, output: Any) -> Any:
         """End the forward and return its `output`."""
         gathered = self.gathered
-        self.module.__dict__["_overlapc_running"] = self._outer
-        gathered.end_forward(self._versions)
+        gathered.end_forward(self)
         tensors = _tensors(output)
-        results = [
-            each for each in tensors if each.requires_grad and not each.is_leaf and id(each) not in self._watched
-        ]
-        self._watched.clear()
+        passed, self._watched = {id(tensor) for tensor in self._watched}, []
+        results = [each for each in tensors if each.requires_grad and not each.is_leaf and id(each) not in passed]
         for result in results:
             result.register_hook(self._reached)
             base = result._base if result._is_view() else None
@@ -442,14 +532,13 @@ class Forward:
                 base.register_hook(self._reached)  # a view that the caller changes in place forgets its own hooks
         if gathered.holds_any(tensors) or (not results and torch.is_grad_enabled()):
             gathered.stay()
+        self._place.has_graph = bool(results)
         gathered.after_forward(self, has_graph=bool(results))
         return self.module._reduce_pending(output)
 
     def _reached(self, grad: Tensor) -> None:
         self.gathered.begin_backward(self)
-        if self._before is not None:
-            self._before.prefetch()  # its backward comes next
-            backward_that_runs().touched[self._before] = None
+        self._place.prefetch_before()
 
 
 class _Backward:
@@ -465,10 +554,11 @@ class _Backward:
             gathered.end_backwards()
         for gathered in touched:
             gathered.stream.end_reduction()
+            gathered.stream.empty_freed()
 
     def __del__(self) -> None:
         for gathered in self.touched:
-            gathered.forget_calls()
+            gathered.forget_backwards()
             gathered.rest(free=True)
 
 

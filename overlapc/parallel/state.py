@@ -20,6 +20,7 @@ class ModuleState:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._method: gathered.Method | None = None  # between `_pre_forward` and `_post_forward`, or an exception
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:  # models read their dtypes from it
@@ -56,12 +57,14 @@ class ModuleState:
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not torch.compiler.is_dynamo_compiling():  # a graph gathers parameters where they are read
-            _, args, kwargs = gathered.begin_forward(module, args, kwargs)
+            self._method = gathered.Method(module)
+            args, kwargs = self._method.watched(args, kwargs)
         return module._before_forward(args, kwargs)
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             output = module._reduce_pending(output)
         else:
-            output = gathered.end_forward(module, output)
+            assert self._method is not None
+            output = self._method.ended(output)
         return module._with_output_dtype(output)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -115,6 +116,14 @@ class ReturnsArgument(Broken):
         return tokens, super().forward(tokens, chosen)
 
 
+class OnOneRank(Broken):
+    """A layer whose parameters one rank does not use, as if none of its tokens needed them."""
+
+    def forward(self, tokens: dict[str, Tensor], chosen: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(tokens["tokens"], chosen) if dist.get_rank() == 0 else tokens["tokens"] * 1
+
+
 class Threads(Broken):
     """A layer that calls its modules in other threads."""
 
@@ -155,6 +164,11 @@ class Net(nn.Module):
         for layer in self.layers:
             tokens = layer(tokens, chosen) if self.how is None else self.how(layer, tokens, chosen)
         return self.head(tokens)
+
+    def generate(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        for _ in range(3):
+            tokens = self(tokens, chosen)
+        return tokens
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -255,6 +269,28 @@ def collected(model: Any, net: Net) -> None:
         loss.backward()
 
 
+def generated(model: Any, net: Net) -> None:
+    """Call the model from a method that counts as a forward of its own."""
+    if isinstance(net, overlapc.parallel.FSDPModule):
+        register_fsdp_forward_method(net, "generate")
+    for _ in range(2):
+        net.generate(*data()).square().mean().backward()
+
+
+def replaced_for_evaluation(model: Any, net: Net) -> None:
+    """Evaluate with other parameters between a forward and its backward."""
+    loss = model(*data()).square().mean()
+    places = [layer.up._parameters for layer in net.layers]
+    kept = [place["weight"] for place in places]
+    for place in places:
+        place["weight"] = nn.Parameter(place["weight"].detach() * 0.5)
+    with torch.no_grad():
+        model(*data())
+    for place, weight in zip(places, kept, strict=True):
+        place["weight"] = weight
+    loss.backward()
+
+
 def with_hooks(model: Any, net: Net) -> None:
     """Change gradients where they arrive and once they have been accumulated, as optimizers within backward do."""
 
@@ -283,6 +319,13 @@ def second(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
     return result
 
 
+def twice_in_dict(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
+    """Call the layer twice, with arguments that have a gradient."""
+    for _ in range(2):
+        tokens = layer({"tokens": tokens + torch.zeros((), requires_grad=True)}, chosen)
+    return tokens
+
+
 def repeated(layer: nn.Module, tokens: Tensor, chosen: Tensor) -> Tensor:
     return checkpoint(layer, tokens, chosen, use_reentrant=False)
 
@@ -307,6 +350,9 @@ CASES: dict[str, tuple[type[nn.Module], Any, Callable[..., None]]] = {
     "a layer that calls itself": (CallsItself, None, steps),
     "gradients enabled inside": (EnablesGradients, None, without_outer_gradients),
     "a view changed in place": (ReturnsView, added_in_place, steps),
+    "a rank without gradients": (OnOneRank, twice_in_dict, accumulated),
+    "a method that calls the model": (Broken, None, generated),
+    "other parameters between forward and backward": (Broken, None, replaced_for_evaluation),
     "tokens trained": (ReturnsArgument, second, of_trained_tokens),
     "threads": (Threads, None, steps),
     "list of parameters": (Sliced, None, steps),
@@ -451,6 +497,7 @@ def refusal(compiled: bool) -> str:
     net = overlapc.fully_shard(Writes(), mesh=mesh)
     with pytest.raises(overlapc.OverlapcError) as refused:
         (torch.compile(net, backend="overlapc") if compiled else net)(*data())
+    assert isinstance(net.up.weight, DTensor)  # nothing stays gathered
     return str(refused.value)
 
 
