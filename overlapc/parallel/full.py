@@ -46,8 +46,14 @@ class Full:
         """Whether the shard has changed since it was gathered, as far as torch knows."""
         return self._version != _version(self.param)
 
+    def memory(self) -> Tensor | None:
+        """Return the memory that `fill` will take the values into, with room for them; None if there is none yet."""
+        if self.local is not None:
+            self.local.untyped_storage().resize_(self._bytes)
+        return self.local
+
     def fill(self, gathered: Tensor) -> None:
-        """Take the gathered values, into the emptied storage if there is one."""
+        """Take the gathered values, into the memory if there is some."""
         changed, self._version, self.is_current = self.has_changed(), _version(self.param), True
         if self.local is None:
             # A single rank gathers nothing.
@@ -55,9 +61,9 @@ class Full:
             self.local = gathered.clone() if shared else gathered
             self._bytes = self.local.untyped_storage().nbytes()
             return
-        with torch.autograd._unsafe_preserve_version_counter(self.local):
-            self.local.untyped_storage().resize_(self._bytes)
-            self.local.copy_(gathered)
+        if gathered is not self.local:
+            with torch.autograd._unsafe_preserve_version_counter(self.local):
+                self.local.copy_(gathered)
         if changed:  # a backward that needs the old values raises torch's error
             torch.autograd.graph.increment_version(self.local)
 

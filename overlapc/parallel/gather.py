@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import ReduceScatterOptions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,9 +29,11 @@ from overlapc.errors import ConfigError
 from overlapc.fx.comm.claim import CLAIM
 from overlapc.fx.comm.labels import ParamLabel, annotate
 from overlapc.fx.versions.changes import only_in_backward
+from overlapc.fx.versions.sharding import resolve_group
 from overlapc.runtime.collective_ops import backend_of, gloo_all_gather, gloo_all_gathers
 
 _ops = torch.ops._c10d_functional
+_REDUCTIONS = {"avg": dist.ReduceOp(dist.ReduceOp.AVG), "sum": dist.ReduceOp(dist.ReduceOp.SUM)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,20 +366,52 @@ class _Behind(torch.autograd.Function):
         return grad, torch.zeros_like(reduced)
 
 
-def gather_all(shards: Sequence[Tensor], params: Sequence[ShardedParam]) -> list[Tensor]:
-    """Gather several local shards eagerly, those over the same ranks by one launch."""
+def gather_all(
+    shards: Sequence[Tensor], params: Sequence[ShardedParam], memory: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Gather several local shards eagerly, those over the same ranks by one launch.
+
+    memory: where the gathered parameters should be, or None for new memory; some may still be elsewhere.
+    """
     with torch.no_grad(), torch.inference_mode(False):
-        sent = [_sent(shard, param) for shard, param in zip(shards, params, strict=True)]
+        dtypes = [param.computed_dtype(shard) for shard, param in zip(shards, params, strict=True)]
+        sent = [_sent(shard, param) for shard, param in zip(_cast_all(shards, dtypes), params, strict=True)]
         whole = list(sent)
         for axis, at in _by_axis(params):
-            if axis.size > 1:
-                gather = gloo_all_gathers if _is_gloo(axis, sent[at[0]]) else _ops.all_gather_into_tensor_coalesced
-                for each, started in zip(at, gather([sent[each] for each in at], axis.size, axis.group), strict=True):
-                    whole[each] = started
-        return [
-            _arranged(_waited(each, param), shard, param)
-            for each, shard, param in zip(whole, shards, params, strict=True)
-        ]
+            if axis.size == 1:
+                continue
+            given = [sent[each] for each in at]
+            if _is_gloo(axis, given[0]):
+                found = [_ops.wait_tensor(each) for each in gloo_all_gathers(given, axis.size, axis.group)]
+            else:
+                found = [_whole_like(sent[each], params[each], memory[each]) for each in at]
+                resolve_group(axis.group).allgather_into_tensor_coalesced(found, given).wait()
+            for each, gathered in zip(at, found, strict=True):
+                whole[each] = gathered
+        return [_arranged(each, shard, param) for each, shard, param in zip(whole, shards, params, strict=True)]
+
+
+def _whole_like(sent: Tensor, param: ShardedParam, memory: Tensor | None) -> Tensor:
+    """Return memory for the shards of all ranks, one after the other: `memory` if the parameter looks like that."""
+    if memory is not None and not param.dim and not param.uneven:
+        return memory
+    return sent.new_empty((param.group.axis.size * sent.shape[0], *sent.shape[1:]))
+
+
+def _cast_all(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return `tensors` in other dtypes, cast by one launch for each pair of dtypes instead of one for each tensor."""
+    found = list(tensors)
+    changed: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for at, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
+        if tensor.dtype != dtype:
+            changed.setdefault((tensor.dtype, dtype), []).append(at)
+    for (_, dtype), places in changed.items():
+        given = [tensors[at] for at in places]
+        cast = [torch.empty_like(tensor, dtype=dtype) for tensor in given]
+        torch._foreach_copy_(cast, given)
+        for at, tensor in zip(places, cast, strict=True):
+            found[at] = tensor
+    return found
 
 
 def reduce_used(grads: Sequence[Tensor | None], params: Sequence[ShardedParam], shards: Sequence[Tensor]) -> list[Any]:
@@ -384,28 +420,39 @@ def reduce_used(grads: Sequence[Tensor | None], params: Sequence[ShardedParam], 
     grads: the full gradients, or None for a parameter that this rank did not use. Every rank must call this.
     """
     used = _used_by_any([grad is not None for grad in grads], params[0].group, shards[0].device)
-    parts: list[Tensor | None] = [None] * len(params)
-    prepared: dict[str, dict[int, tuple[Tensor, float]]] = {}  # by kind of reduction, then by position
+    full: dict[int, Tensor] = {}  # by position
     for at, (grad, param, shard) in enumerate(zip(grads, params, shards, strict=True)):
         if used[at]:
             if grad is None:
                 grad = shard.new_zeros(param.gathered_size(shard), dtype=param.computed_dtype(shard))
-            reduction, tensor, after = _prepared(grad, param)
-            prepared.setdefault(reduction, {})[at] = tensor, after
+            full[at] = grad
+    cast = _cast_all(list(full.values()), [params[at].reduce_dtype or each.dtype for at, each in full.items()])
+    parts: list[Tensor | None] = [None] * len(params)
+    prepared: dict[str, dict[int, tuple[Tensor, float]]] = {}  # by kind of reduction, then by position
+    for at, grad in zip(full, cast, strict=True):
+        reduction, tensor, after = _prepared(grad, params[at])
+        prepared.setdefault(reduction, {})[at] = tensor, after
     axis, replicate = params[0].group.axis, params[0].group.replicate
     for reduction, tensors in prepared.items():
         reduced = [tensor for tensor, _ in tensors.values()]
         if axis.size > 1:
             if _is_gloo(axis, reduced[0]):
                 started = [_ops.reduce_scatter_tensor(each, reduction, axis.size, axis.group) for each in reduced]
+                reduced = [_ops.wait_tensor(each) for each in started]
             else:
-                started = _ops.reduce_scatter_tensor_coalesced(reduced, reduction, axis.size, axis.group)
-            reduced = [_ops.wait_tensor(each) for each in started]
+                scattered = [each.new_empty((each.shape[0] // axis.size, *each.shape[1:])) for each in reduced]
+                options = ReduceScatterOptions()
+                options.reduceOp = _REDUCTIONS[reduction]
+                resolve_group(axis.group).reduce_scatter_tensor_coalesced(scattered, reduced, options).wait()
+                reduced = scattered
         if replicate is not None and replicate.size > 1:
             started = [_ops.all_reduce(each, reduction, replicate.group) for each in reduced]
             reduced = [_ops.wait_tensor(each) for each in started]
-        for (at, (_, after)), part in zip(tensors.items(), reduced, strict=True):
-            part = _finished(part, after, params[at], shards[at].dtype)
+        finished = [
+            _finished(part, after, params[at], part.dtype)
+            for (at, (_, after)), part in zip(tensors.items(), reduced, strict=True)
+        ]
+        for at, part in zip(tensors, _cast_all(finished, [shards[at].dtype for at in tensors]), strict=True):
             parts[at] = _own(part, grads[at])
     return parts
 

@@ -323,7 +323,8 @@ class Gathered(_NotCopied):
                 missing.append(full)
 
         def gather() -> None:
-            found = gather_all([full.shard for full in missing], [full.sharded for full in missing])
+            memory = [full.memory() for full in missing]
+            found = gather_all([full.shard for full in missing], [full.sharded for full in missing], memory)
             for full, gathered in zip(missing, found, strict=True):
                 full.fill(gathered)
 

@@ -22,11 +22,12 @@ _c10d = torch.ops._c10d_functional
 
 def backend_of(group_name: str, device_type: str) -> str:
     """Return a group's backend for a device type, such as `gloo` or `nccl`; "" if it has none or was destroyed."""
-    from torch.distributed import distributed_c10d
+    from torch.distributed.distributed_c10d import _resolve_process_group
 
-    group: Any = next((group for group, name in distributed_c10d._world.pg_names.items() if name == group_name), None)
-    devices = [] if group is None else [device.type for device in group._device_types]
-    return str(group._get_backend(torch.device(device_type)).name()) if device_type in devices else ""
+    try:
+        return str(_resolve_process_group(group_name)._get_backend(torch.device(device_type)).name())  # type: ignore[arg-type]
+    except RuntimeError:  # torch has no other way to ask
+        return ""
 
 
 def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
