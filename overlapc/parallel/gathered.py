@@ -328,7 +328,8 @@ class Gathered(_NotCopied):
             for full, gathered in zip(missing, found, strict=True):
                 full.fill(gathered)
 
-        if any(full.has_changed() for full in missing):
+        # An optimizer may have run since the forward, which would have followed compute at its outermost begin.
+        if in_backward() and any(full.has_changed() for full in missing):
             self.stream.follow_compute()
         if missing:
             with temporarily_clear_interpreter_stack(), torch.no_grad(), torch.inference_mode(False):
