@@ -1,14 +1,14 @@
 """The streams of a GPU on which forwards that are not one graph communicate while modules compute.
 
     compute      module 1 ............ | module 2 ............ | module 3       and then the backward:
-    gathers      2       | 3                    | 4
+    gathers      2                     | 3                     |
 
     compute      backward of 3 ....... | backward of 2 ....... | backward of 1
-    gathers      2       | 1           |                       |
+    gathers      2                     | 1                     |
     reductions                         | 3 .....               | 2 .....
 
-The host issues the gather of a module when it begins the module, which is long before the GPU does. The gather waits
-for nothing but the memory that it may reuse: that of the module before the last one. So two modules hold their gathered
+The gather for the next module is issued when a module begins: in forward for that which came next the last time. The
+gather waits for nothing but the memory that it reuses: that of the module before. So two modules hold their gathered
 parameters at a time. A reduction runs beside the backward of the next module, which waits for it where it ends: two
 modules hold their full gradients at a time. On a CPU all of this happens at once.
 """
@@ -53,13 +53,13 @@ class GatherStream:
         if self._stream is None:
             gather()
             return None
+        self.empty_freed()
         with torch.cuda.stream(self._stream):
             for event in self._reusable_after:
                 self._stream.wait_event(event)
             gather()
             ready: torch.cuda.Event = self._stream.record_event()
         self._reusable_after = []
-        self.empty_freed()
         return ready
 
     def empty_freed(self) -> None:

@@ -103,15 +103,12 @@ def read(owner: Any, name: str) -> Tensor:
 def run_gathered(module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return `call(*args, **kwargs)`, a forward of `module` that is not one graph; every rank must call this."""
     forward = begin_forward(module)
-    _this_thread.forwards = getattr(_this_thread, "forwards", 0) + 1
     try:
         args, kwargs = _watch(forward, args, kwargs)
         return _ended(forward, call(*args, **kwargs))
     except BaseException:
         _stopped(forward)
         raise
-    finally:
-        _this_thread.forwards -= 1
 
 
 never_compiled_alone(run_gathered)
@@ -120,12 +117,12 @@ never_compiled_alone(run_gathered)
 @_never_compiled
 def begin_forward(module: Any) -> Forward:
     """Gather the parameters of `module` and make them readable."""
-    begins_outermost = _begins_outermost()
-    if begins_outermost:
-        _this_thread.latest, _this_thread.outermost = None, object()
+    begins_outermost, outermost = _begins_outermost(), _outermost()
+    if begins_outermost or outermost is None:
+        outermost = _this_thread.outermost = Outermost()
     gathered = _of(module)
-    gathered.begin(begins_outermost, anew=True)
-    return Forward(gathered, module)
+    gathered.begin(begins_outermost, outermost)
+    return Forward(gathered, module, outermost)
 
 
 class Method:
@@ -135,7 +132,6 @@ class Method:
     def __init__(self, module: Any) -> None:
         """Gather the parameters of `module` and make them readable."""
         self._forward: Forward | None = begin_forward(module)
-        _this_thread.forwards = getattr(_this_thread, "forwards", 0) + 1
 
     @_never_compiled
     def watched(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -149,13 +145,11 @@ class Method:
         assert self._forward is not None
         output = self._forward.ended(output)
         self._forward = None
-        _this_thread.forwards -= 1
         return output
 
     def __del__(self) -> None:
         if self._forward is not None:
             self._forward.stopped()
-            _this_thread.forwards -= 1
 
 
 @_never_compiled
@@ -175,7 +169,13 @@ def _stopped(forward: Forward) -> None:
 
 def in_forward() -> bool:
     """Whether a forward that is not one graph runs in this thread."""
-    return bool(getattr(_this_thread, "forwards", 0))
+    outermost = _outermost()
+    return outermost is not None and bool(outermost.running)
+
+
+def _outermost() -> Outermost | None:
+    found: Outermost | None = getattr(_this_thread, "outermost", None)
+    return found
 
 
 def in_forward_method() -> bool:
@@ -212,7 +212,8 @@ class Gathered(_NotCopied):
         """Describe those of `module` and its group; `begin` gathers them."""
         self.kept = False  # whether `unshard` asked for them: they stay until a forward that reshards them ends
         self._module = weakref.ref(module)
-        self._outermost: object = None  # the outermost forward in which they were gathered
+        self.followed_by: Gathered | None = None  # whose forward came next, when one of these ran last
+        self._outermost: Outermost | None = None  # the outermost forward in which they were gathered
         self._full: dict[str, Full] = {}  # by parameter key, which tied parameters share
         self._readable: list[tuple[Any, Readable, dict[str, str]]] = []  # (owner, what it reads, key of each name)
         self._tensors: dict[str, Any] = {}  # what code reads, by parameter key, unless they are hidden
@@ -228,12 +229,13 @@ class Gathered(_NotCopied):
         self.stream = gather_stream(device)
         self._ready: torch.cuda.Event | None = None  # the end of a gather that compute has not waited for
 
-    def begin(self, begins_outermost: bool, anew: bool = False) -> None:
+    def begin(self, begins_outermost: bool, outermost: Outermost | None = None) -> None:
         """Gather what is not gathered or has changed, and let the code that runs now read it.
 
-        anew: for a forward. It also gathers again what an earlier outermost forward gathered, because torch does not
-        know of all changes since then (those by `.data`).
+        outermost: that of a forward that begins. It also gathers again what an earlier outermost forward gathered,
+        because torch does not know of all changes since then (those by `.data`).
         """
+        anew = outermost is not None
         if begins_outermost:
             self._forwards.clear()
             self.forget_backwards()
@@ -242,19 +244,24 @@ class Gathered(_NotCopied):
             self._tensors = {}  # parameters may have been frozen since, or their gradients kept unreduced
         with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
             self._follow_modules()
-            outermost = getattr(_this_thread, "outermost", None)
-            if anew and not in_backward() and self._outermost is not outermost:
-                self._outermost = outermost
-                self._parts_before, self._behind = set(self._parts()), set()
-                self._tensors = {}
-                if not self.kept:
-                    self._must_stay = False
-                    for full in self._full.values():
-                        full.is_current = False
+            if outermost is not None and not in_backward():
+                self._enter(outermost)
             self.fill()
             if not self._tensors:
                 self._connect()
         self.show(running=anew or bool(self._forwards or self._backwards))
+
+    def _enter(self, outermost: Outermost) -> None:
+        """Let everything be gathered again that an earlier outermost forward gathered."""
+        if self._outermost is outermost:
+            return
+        self._outermost = outermost
+        self._parts_before, self._behind = set(self._parts()), set()
+        self._tensors = {}
+        if not self.kept:
+            self._must_stay = False
+            for full in self._full.values():
+                full.is_current = False
 
     def has_current(self, owner: Any, name: str) -> bool:
         """Whether what code reads is a parameter's present form, as far as torch knows."""
@@ -334,6 +341,14 @@ class Gathered(_NotCopied):
         if missing:
             with temporarily_clear_interpreter_stack(), torch.no_grad(), torch.inference_mode(False):
                 self._ready = self.stream.run(gather)
+
+    def prefetch_forward(self, outermost: Outermost) -> bool:
+        """Gather for a forward that probably comes next, unless an earlier one still needs the memory as it is."""
+        if self.kept or self._must_stay or self._forwards or self._backwards:
+            return False
+        self._enter(outermost)
+        self.prefetch()
+        return True
 
     def fill(self, wanted: dict[str, Full] | None = None) -> None:
         """Like `prefetch`, but later compute waits for it."""
@@ -456,6 +471,40 @@ class Gathered(_NotCopied):
         self._backwards.clear()
 
 
+class Outermost:
+    """A forward that no other one called, and those within it."""
+
+    def __init__(self) -> None:
+        self.running: set[Forward] = set()
+        self._latest: _Place | None = None
+        self._prefetched: Gathered | None = None
+
+    def begin(self, forward: Forward) -> _Place:
+        """Return the place of `forward`, which begins; gather for the one that followed it last time."""
+        self.running.add(forward)
+        gathered = forward.gathered
+        if in_backward():
+            return _Place(gathered, None)
+        if self._latest is not None:
+            self._latest.gathered.followed_by = gathered
+        self._latest = _Place(gathered, self._latest)
+        if self._prefetched is not None and self._prefetched is not gathered:
+            self._prefetched.rest(free=True)
+        following = gathered.followed_by
+        self._prefetched = following if following is not None and following.prefetch_forward(self) else None
+        return self._latest
+
+    def end(self, forward: Forward) -> None:
+        """Note that `forward` has ended; free what was gathered for one that did not come."""
+        self.running.discard(forward)
+        if self.running:
+            return
+        if self._prefetched is not None and self._latest is not None:
+            self._prefetched.rest(free=True)
+            self._latest.gathered.followed_by = None
+        self._prefetched = self._latest = None
+
+
 @dataclass
 class _Place:
     """The place of a forward in the order of an outermost one."""
@@ -483,16 +532,14 @@ class Forward(_NotCopied):
     siblings: set[Forward]  # of the same group and outermost forward, those whose backward is still to come
     versions: list[int]  # of the parameters at its begin
 
-    def __init__(self, gathered: Gathered, module: Any) -> None:
+    def __init__(self, gathered: Gathered, module: Any, outermost: Outermost) -> None:
         """Begin it."""
         self.gathered = gathered
         self.module = module
-        self._place = _Place(gathered, None)
-        if not in_backward():
-            self._place.before = _this_thread.latest
-            _this_thread.latest = self._place
+        self._outermost = outermost
         self._watched: list[Tensor] = []  # while it runs: arguments that have a gradient, which may also be results
         gathered.begin_forward(self)
+        self._place = self._outermost.begin(self)
 
     def watch(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments; backward ends where it has the gradients of those that have one.
@@ -519,6 +566,7 @@ class Forward(_NotCopied):
         """End the forward after an exception."""
         self._watched = []
         self.gathered.stop_forward(self)
+        self._outermost.end(self)
 
     def ended(self, output: Any) -> Any:
         """End the forward and return its `output`."""
@@ -536,6 +584,7 @@ class Forward(_NotCopied):
             gathered.stay()
         self._place.has_graph = bool(results)
         gathered.after_forward(self, has_graph=bool(results))
+        self._outermost.end(self)
         return self.module._reduce_pending(output)
 
     def _reached(self, grad: Tensor) -> None:

@@ -159,9 +159,10 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.how = how
+        self.order = [0, 1]
 
     def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        for layer in self.layers:
+        for layer in map(self.layers.__getitem__, self.order):
             tokens = layer(tokens, chosen) if self.how is None else self.how(layer, tokens, chosen)
         return self.head(tokens)
 
@@ -179,6 +180,11 @@ def data() -> tuple[Tensor, Tensor]:
 
 def steps(model: Any, net: Net) -> None:
     for _ in range(2):
+        model(*data()).square().mean().backward()
+
+
+def in_other_orders(model: Any, net: Net) -> None:
+    for net.order in [0, 1], [0, 1], [1], [1, 0], [0, 0, 1]:
         model(*data()).square().mean().backward()
 
 
@@ -336,6 +342,7 @@ CASES: dict[str, tuple[type[nn.Module], Any, Callable[..., None]]] = {
     "listed experts, accumulated": (Listed, None, accumulated),
     "listed experts, checkpoints": (Listed, repeated, steps),
     "evaluation between forward and backward": (Broken, None, evaluation_between),
+    "layers in other orders": (Broken, None, in_other_orders),
     "two forwards in one loss": (Broken, None, both_at_once),
     "two forwards, then two backwards": (Broken, None, one_after_the_other),
     "changed without backward": (Broken, None, changed_without_backward),
@@ -459,6 +466,46 @@ def left_after_steps(compiled: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_steps_and_evaluations_leave_nothing_behind(compiled: bool):
     assert values_on_ranks(left_after_steps, 2, compiled, timeout_s=120) == [(0, 0)] * 2
+
+
+def gathered_ahead(compiled: bool) -> list[list[str]]:
+    """Return which of three layers are gathered in each layer's forward, and after the model's, for some forwards."""
+    found: list[str] = []
+
+    class Noted(Broken):
+        def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+            note()
+            return super().forward(tokens, chosen)
+
+    @torch._dynamo.disable
+    def note() -> None:
+        known = [getattr(layer, "_overlapc_all_gathered", None) for layer in net.layers]
+        full = [[] if each is None else each._full.values() for each in known]
+        found.append("".join(str(at) for at in range(3) if any(each.is_current for each in full[at])))
+
+    net = Net(Noted)
+    net.layers.append(Noted())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for layer in net.layers:
+        overlapc.fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    overlapc.fully_shard(net, mesh=mesh)
+    model = torch.compile(net, backend="overlapc") if compiled else net
+    forwards = []
+    for net.order in [0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [0]:
+        with torch.no_grad():
+            model(*data())
+        note()
+        forwards.append([*found])
+        found.clear()
+    return forwards
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_forward_gathers_for_the_one_that_came_next_the_last_time(compiled: bool):
+    first, second = ["0", "1", "2", ""], ["01", "12", "2", ""]
+    without_1, again, without_2 = ["01", "2", ""], ["02", "2", ""], ["02", ""]
+    expected = [first, second, without_1, again, without_2]
+    assert values_on_ranks(gathered_ahead, 2, compiled, timeout_s=120) == [expected] * 2
 
 
 def transformed() -> list[float]:
