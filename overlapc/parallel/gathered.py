@@ -38,7 +38,7 @@ from overlapc.parallel.controls import modules_of, parts_of
 from overlapc.parallel.full import Full, connected, reduce_without_gradients
 from overlapc.parallel.gather import ShardedParam, as_dtensor, as_parameter, gather_all
 from overlapc.parallel.gather_stream import gather_stream
-from overlapc.parallel.nested import map_tensors
+from overlapc.parallel.nested import map_tensors, tensors_in
 from overlapc.parallel.unreduced import managed
 from overlapc.parallel.writes import lost
 from overlapc.runtime.optimizer_memory import plain_tensors
@@ -557,8 +557,9 @@ class Forward(_NotCopied):
             return self._watched[-1]
 
         # Containers are made anew, as FSDP2 does, but only for tensors in them that have a gradient.
-        if any(tensor.requires_grad for tensor in _tensors((args, kwargs))):
+        if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
             args, kwargs = map_tensors(view, (args, kwargs))
+        if self._watched:
             torch.autograd.graph.register_multi_grad_hook(self._watched, lambda _: self.gathered.end_backward(self))
         return args, kwargs
 
@@ -572,7 +573,7 @@ class Forward(_NotCopied):
         """End the forward and return its `output`."""
         gathered = self.gathered
         gathered.end_forward(self)
-        tensors = _tensors(output)
+        tensors = tensors_in(output)
         passed, self._watched = {id(tensor) for tensor in self._watched}, []
         results = [each for each in tensors if each.requires_grad and not each.is_leaf and id(each) not in passed]
         for result in results:
@@ -630,14 +631,3 @@ def _reads(module: Any) -> Iterator[tuple[Any, str, ShardedParam, DTensor]]:
             param = owner._parameters.get(name)
             if param is not None:
                 yield owner, name, sharded, as_dtensor(param, sharded)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tree)
-    return found

@@ -36,6 +36,19 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return pytree.tree_map(changed, tree, is_leaf=_is_leaf)
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors that `map_tensors` finds, and those in subclasses of containers, in no particular order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [tensor for part in tree.values() for tensor in tensors_in(part)]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for part in tree for tensor in tensors_in(part)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [tensor for field in dataclasses.fields(tree) for tensor in tensors_in(getattr(tree, field.name))]
+    return []
+
+
 def _leaves(tree: Any) -> list[Any]:
     return pytree.tree_leaves(tree, is_leaf=_is_leaf)
 
