@@ -1,22 +1,27 @@
 """An FX graph as text that is equal on two ranks exactly if they compile the same computation.
 
     v0 = placeholder : bf16 2d
-    v1 = _c10d_functional.all_gather_into_tensor.default(v0, 4, <dp of 4>) : bf16 2d [128, 64] -> [512, 64]
+    v1 = _c10d_functional.all_gather_into_tensor.default(v0, 4, <dp of 4>) : bf16 2d
     v2 = _c10d_functional.wait_tensor.default(v1) : bf16 2d
     v3 = aten.view.default(v2, [#, #]) : bf16 2d
 
-Omitted, because ranks may differ in them: names, sizes (uneven shards) except those that a collective
-needs equal, numbers in the arithmetic (the offset of a vocabulary shard), device indices and the
-names of process groups. Included: operators, data flow, dims, flags, dtypes, number of dims.
+Omitted, because ranks may differ in them: names, sizes (uneven shards, other batches), numbers in the arithmetic (the
+offset of a vocabulary shard), device indices and the names of process groups. Included: operators, data flow, dims,
+flags, dtypes, number of dims.
+
+Most collectives need tensors of the same size from all ranks of their process group; ranks of another group of the same
+mesh axis, another replica for instance, may have other sizes. So these sizes are a text of their own for each group:
+
+    v1 = _c10d_functional.all_gather_into_tensor.default(v0, 4, <dp of 4>) : bf16 2d [128, 64] -> [512, 64]
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -44,28 +49,68 @@ class _Signature:
     positional: tuple[tuple[str, bool], ...] = ()  # (argument, whether its numbers are printed)
     keeps: Mapping[str, bool] | None = None  # the same by name, including keyword-only arguments
     keeps_numbers: bool = False  # the same for arguments that the schema does not name
-    equal_sizes: bool = False  # a collective that needs equal sizes on all ranks
+    equal_sizes: bool = False  # a collective that needs equal sizes on all ranks of its group
 
 
-def canonical_lines(graph: fx.Graph, label: Callable[[str], str]) -> list[str]:
-    """Return one line for each node; the lines of a subgraph are indented below the node that refers to it.
+class Groups(Protocol):
+    """What is known about process groups, by the names that they have in the graph, which differ between ranks."""
 
-    label: maps the name of a process group in the graph, which differs between ranks, to a name that is
-    equal on all ranks, such as "dp of 4".
-    """
+    def __getitem__(self, group: str, /) -> str:
+        """Return a name that is equal on all ranks, such as "dp of 4"."""
+
+    def ranks(self, group: str) -> tuple[int, ...]:
+        """Return the global ranks of the group."""
+
+
+@dataclass(frozen=True)
+class GraphText:
+    """What ranks compare of a graph."""
+
+    lines: list[str]  # of all ranks that compile it
+    sizes: dict[tuple[int, ...], list[str]] = field(default_factory=dict)  # by ranks of a group, which compare these
+
+
+def text_of(graph: fx.Graph, groups: Groups) -> GraphText:
+    """Return one line for each node; the lines of a subgraph are indented below the node that refers to it."""
+    text = GraphText([])
     names: dict[fx.Node, str] = {}
-    lines: list[str] = []
     for index, node in enumerate(graph.nodes):
         names[node] = f"v{index}"
-        lines.append(_line(node, names, label))
+        line = _line(node, names, groups)
+        text.lines.append(line)
+        group = _group_of_equal_sizes(node)
+        if group is not None:
+            text.sizes.setdefault(groups.ranks(group), []).append(line + _moved(node))
         if node.op == "get_attr" and graph.owning_module is not None:
             inner = getattr(graph.owning_module, node.target, None)
             if isinstance(inner, fx.GraphModule):
-                lines.extend("  " + line for line in canonical_lines(inner.graph, label))
-    return lines
+                within = text_of(inner.graph, groups)
+                text.lines.extend("  " + line for line in within.lines)
+                for ranks, lines in within.sizes.items():
+                    text.sizes.setdefault(ranks, []).extend("  " + line for line in lines)
+    return text
 
 
-def _line(node: fx.Node, names: Mapping[fx.Node, str], label: Callable[[str], str]) -> str:
+def _group_of_equal_sizes(node: fx.Node) -> str | None:
+    """Return the process group of a collective that needs equal sizes on its ranks."""
+    if node.op != "call_function":
+        return None
+    signature = _signature(node.target)
+    if not signature.equal_sizes:
+        return None
+    named = zip((name for name, _ in signature.positional), node.args, strict=False)
+    group = {**dict(named), **node.kwargs}.get("group_name")
+    return group if isinstance(group, str) else None
+
+
+def _moved(node: fx.Node) -> str:
+    """Return the sizes of what a collective gets and returns: ` [128, 64] -> [512, 64]`."""
+    sources = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    before = [source.meta.get("val") for source in sources if isinstance(source, fx.Node)]
+    return f" {_sizes(before)} -> {_sizes(node.meta.get('val'))}"
+
+
+def _line(node: fx.Node, names: Mapping[fx.Node, str], groups: Groups) -> str:
     if node.op in ("placeholder", "get_attr"):
         return f"{names[node]} = {node.op}{_type(node.meta.get('val'))}"
     if node.op == "output":
@@ -76,16 +121,11 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], label: Callable[[str], st
         name, keep = signature.positional[index] if index < len(signature.positional) else ("", signature.keeps_numbers)
         if index and _takes_a_part(node):
             keep = False
-        parts.append(_argument(name, value, keep, names, label))
+        parts.append(_argument(name, value, keep, names, groups))
     for name in sorted(node.kwargs):
         keep = (signature.keeps or {}).get(name, signature.keeps_numbers)
-        parts.append(f"{name}={_argument(name, node.kwargs[name], keep, names, label)}")
-    line = f"{names[node]} = {signature.name}({', '.join(parts)}){_type(node.meta.get('val'))}"
-    if signature.equal_sizes and node.args:
-        sources = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-        before = [source.meta.get("val") for source in sources if isinstance(source, fx.Node)]
-        line += f" {_sizes(before)} -> {_sizes(node.meta.get('val'))}"
-    return line
+        parts.append(f"{name}={_argument(name, node.kwargs[name], keep, names, groups)}")
+    return f"{names[node]} = {signature.name}({', '.join(parts)}){_type(node.meta.get('val'))}"
 
 
 def _takes_a_part(node: fx.Node) -> bool:
@@ -118,9 +158,9 @@ def _keeps_numbers(kind: Any) -> bool:
     return kind.kind() in ("IntType", "FloatType")
 
 
-def _argument(name: str, value: Any, keep: bool, names: Mapping[fx.Node, str], label: Callable[[str], str]) -> str:
+def _argument(name: str, value: Any, keep: bool, names: Mapping[fx.Node, str], groups: Groups) -> str:
     if name == "group_name" and isinstance(value, str):
-        return f"<{label(value)}>"
+        return f"<{groups[value]}>"
     return _render(value, names, keep)
 
 

@@ -1,7 +1,7 @@
 """Ranks agree on the graph, on estimates and on the order of collectives, or all stop with the same error.
 
     with peers_of().agreement("forward", timeout_s=300) as ranks:
-        ranks.agree_on_graph(canonical_lines(graph, label=...))
+        ranks.agree_on_graph(text_of(graph, groups))
         times_ns = ranks.agree_on_medians(measured_ns)
         ...
         ranks.agree_on_order(collectives_in_order)
@@ -28,14 +28,14 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from overlapc.agreement.graph_text import canonical_lines
+from overlapc.agreement.graph_text import GraphText
 from overlapc.agreement.meeting import Meetings, Notes, differences, name_ranks
 from overlapc.agreement.timed_store import connected
 from overlapc.errors import RanksDisagree
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
 
-__all__ = ["GraphAgreement", "Peers", "canonical_lines", "peers_of", "peers_spanned_by"]
+__all__ = ["GraphAgreement", "GraphText", "Peers", "peers_of", "peers_spanned_by"]
 
 _SHOWN_VARIANTS = 4  # different texts that an error shows; further ones are only counted
 _SHOWN_CHARS = 200  # characters of a line that an error shows
@@ -47,6 +47,10 @@ _SAME_OPTIONS = (
     "the graphs are equal, so the ranks plan them differently: give all ranks the same options (and OVERLAPC_"
     " variables), the same versions of overlapc and torch, and the same kind of device"
 )
+
+
+def _joined(values: Mapping[int, bytes]) -> bytes:
+    return b"".join(values.values())
 
 
 class Peers:
@@ -115,14 +119,30 @@ class GraphAgreement:
             f"\nhint: the whole error is in the output of rank {self._meetings.rank}"
         )
 
-    def agree_on_graph(self, lines: Sequence[str], cached_order: str = "") -> bool:
-        """Raise RanksDisagree unless all ranks compile the graph that `lines` (see canonical_lines) describe.
+    def agree_on_graph(self, text: GraphText, cached_order: str = "") -> bool:
+        """Raise RanksDisagree unless all ranks compile the graph that `text` describes.
 
         cached_order: a hash of the order of collectives in this rank's cached compilation of the graph; "" if it has
         none. Return True if all ranks have the same: then all may use it, and need no further agreement.
         """
-        same = self._agree("graph", "ranks compile different graphs", lines, cached_order.encode(), _common, _SAME_CODE)
-        return bool(same)
+        at, what = f"{self.name}, graph", "ranks compile different graphs"
+        found = self._compare_groups("graph", what, text.lines, cached_order, hashes_of(text.sizes))
+        if found["group"]:
+            own = next((lines for ranks, lines in text.sizes.items() if _name_of(ranks) == found["group"]), [])
+            self._show_difference(at, f"{what}: other sizes in one group", _SAME_CODE, found["variants"], own)
+        return bool(found["same"])
+
+    def have_the_same(self, cached: str, sizes: Mapping[tuple[int, ...], str]) -> bool:
+        """Whether all ranks have the same `cached`, which is not empty, and the ranks of each group the same sizes."""
+        found = self._compare_groups("cached", "ranks exchange hashes", (), cached, sizes)
+        return bool(found["same"]) and not found["group"]
+
+    def _compare_groups(
+        self, stage: str, what: str, lines: Sequence[str], cached: str, sizes: Mapping[tuple[int, ...], str]
+    ) -> dict[str, Any]:
+        own = json.dumps([cached, {_name_of(ranks): digest for ranks, digest in sizes.items()}]).encode()
+        found: dict[str, Any] = json.loads(self._agree(stage, what, lines, own, _compared_groups, _SAME_CODE))
+        return found
 
     def agree_on_order(self, lines: Sequence[str]) -> None:
         """Raise RanksDisagree unless all ranks issue the same collectives, one for each of `lines`, in this order."""
@@ -188,10 +208,10 @@ class GraphAgreement:
         what: str,
         lines: Sequence[str],
         extra: bytes = b"",
-        combine: Callable[[Sequence[bytes]], bytes] = b"".join,
+        combine: Callable[[Mapping[int, bytes]], bytes] = _joined,
         hint: str = _SAME_OPTIONS,
     ) -> bytes:
-        """Return `combine` of every rank's `extra`, in order of rank. Raise RanksDisagree if any `lines` differ."""
+        """Return `combine` of every rank's `extra`, by rank in order. Raise RanksDisagree if any `lines` differ."""
         at = f"{self.name}, {stage}"
         digest = _digest(lines)
         answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s, notes=self._notes)
@@ -204,14 +224,27 @@ class GraphAgreement:
                 f"{at}: the store holds the answer of another job\n"
                 "hint: start each job with a store of its own (another port or file)"
             )
-        variants: list[list[int]] = comparison["variants"]
+        self._show_difference(at, what, hint, comparison["variants"], lines)
+        raise AssertionError("a meeting about a difference cannot agree")
+
+    def _show_difference(self, at: str, what: str, hint: str, variants: list[list[int]], lines: Sequence[str]) -> None:
+        """Raise RanksDisagree with the first difference between the `lines` of ranks; variants: those with the same."""
         speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
         own = json.dumps([dict(self._notes), list(lines)]).encode()
         text = zlib.compress(own, 1) if self._meetings.rank in speakers else b""
         split = " against ".join(name_ranks(ranks) for ranks in variants[:_SHOWN_VARIANTS])
         explain = partial(_explain, f"{at}: {what}", hint, variants)
         self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
-        raise AssertionError("a meeting about a difference cannot agree")
+
+
+def hashes_of(sizes: Mapping[tuple[int, ...], Sequence[str]]) -> dict[tuple[int, ...], str]:
+    """Return the hash of each group's lines in `GraphText.sizes`."""
+    return {ranks: _digest(lines).decode() for ranks, lines in sizes.items()}
+
+
+def _name_of(ranks: tuple[int, ...]) -> str:
+    """Return a short name of a group's ranks, of which there may be thousands."""
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
 
 def _digest(lines: Sequence[str]) -> bytes:
@@ -223,7 +256,7 @@ def _digest(lines: Sequence[str]) -> bytes:
     return running.hexdigest().encode()
 
 
-def _compare(combine: Callable[[Sequence[bytes]], bytes], values: Mapping[int, bytes]) -> bytes:
+def _compare(combine: Callable[[Mapping[int, bytes]], bytes], values: Mapping[int, bytes]) -> bytes:
     """Return the common digest with the combined values, or else the ranks of each digest, most frequent first."""
     by_digest: dict[bytes, list[int]] = {}
     for rank in sorted(values):
@@ -233,30 +266,45 @@ def _compare(combine: Callable[[Sequence[bytes]], bytes], values: Mapping[int, b
         return (
             json.dumps({"digest": digest.decode()}).encode()
             + b"\n"
-            + combine([values[rank][64:] for rank in sorted(values)])
+            + combine({rank: values[rank][64:] for rank in sorted(values)})
         )
-    variants = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-    return json.dumps({"digest": "", "variants": variants}).encode()
+    return json.dumps({"digest": "", "variants": _most_frequent_first(by_digest)}).encode()
 
 
-def _common(values: Sequence[bytes]) -> bytes:
-    """Return the contribution of the ranks if all are equal, else b""."""
-    return values[0] if len(set(values)) == 1 else b""
+def _most_frequent_first(by_digest: Mapping[Any, list[int]]) -> list[list[int]]:
+    return sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
 
-def _each_value(reduce: Callable[..., Any], columns: Sequence[bytes]) -> bytes:
+def _compared_groups(values: Mapping[int, bytes]) -> bytes:
+    """Return whether all ranks have the same cached, and a group whose ranks have different sizes, with its variants.
+
+    values: by rank, what it has cached and the hash of the sizes of each of its groups.
+    """
+    cached = set()
+    by_group: dict[str, dict[str, list[int]]] = {}
+    for rank in sorted(values):
+        own, sizes = json.loads(values[rank])
+        cached.add(own)
+        for group, digest in sizes.items():
+            by_group.setdefault(group, {}).setdefault(digest, []).append(rank)
+    apart = next((group for group, by_digest in by_group.items() if len(by_digest) > 1), "")
+    variants = _most_frequent_first(by_group[apart]) if apart else []
+    return json.dumps({"same": len(cached) == 1 and "" not in cached, "group": apart, "variants": variants}).encode()
+
+
+def _each_value(reduce: Callable[..., Any], rows: Mapping[int, bytes]) -> bytes:
     """Reduce the rows of values of all ranks to one row."""
-    table = np.frombuffer(b"".join(columns), dtype="<f8").reshape(len(columns), -1)
+    table = np.frombuffer(b"".join(rows.values()), dtype="<f8").reshape(len(rows), -1)
     return bytes(reduce(table, axis=0).astype("<f8").tobytes())
 
 
-def _listed(values: Sequence[bytes]) -> bytes:
-    return json.dumps([text.decode() for text in values]).encode()
+def _listed(values: Mapping[int, bytes]) -> bytes:
+    return json.dumps([text.decode() for text in values.values()]).encode()
 
 
-def _longest(values: Sequence[bytes]) -> bytes:
+def _longest(values: Mapping[int, bytes]) -> bytes:
     longest: dict[str, dict[str, float]] = {}
-    for text in values:
+    for text in values.values():
         for name, table in json.loads(zlib.decompress(text)).items():
             if len(table) > len(longest.get(name, ())):
                 longest[name] = table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -34,7 +34,8 @@ class Agreed:
     launches: tuple[Launch, ...]  # in the final order
     lines: tuple[str, ...]  # the launches as the text that ranks compare
     copies: AgreedCopies | None = None  # None: all collectives use the process groups' libraries
-    graph: str = ""  # hash of the graph's text that ranks compare
+    graph: str = ""  # hash of the graph's text that all ranks compare
+    sizes: dict[tuple[int, ...], str] = field(default_factory=dict)  # hashes of the text that ranks of a group compare
     captured: Captured = ()  # the collectives before transports are chosen; `to_follow` compares them
     packing: CopyCosts = CopyCosts(0.0, 0.0, 0.0)  # by which collectives were packed, from the profile of all ranks
 
@@ -146,9 +147,13 @@ def common_step(
         return still_open(cached) if cached and all(_is_agreed(graph, config) for graph in cached) else None
     graphs = ("" if graph.agreed is None else graph.agreed.graph for graph in cached)
     have = content_key(*graphs, *(graph.order for graph in cached)) if cached else ""
+    sizes: dict[tuple[int, ...], str] = {}
+    for graph in cached:
+        for ranks, digest in ({} if graph.agreed is None else graph.agreed.sizes).items():
+            sizes[ranks] = content_key(sizes.get(ranks, ""), digest)
     peers = peers_spanned_by(groups, config.rank_timeout)
     with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
-        if not agreement.agree_on_graph((), have):
+        if not agreement.have_the_same(have, sizes):
             return None
         copies = reopened(cached, config, agreement)
     if copies is not None:

@@ -55,6 +55,7 @@ class CopyRules:
     over_hosts: bool = False  # groups that span several hosts may be divided
     profile: DeviceProfile | None = None  # with transport=auto: units that cost less with the library use it
     followed: AgreedCopies | None = None  # the copies of the earlier graph that this graph follows
+    unequal: frozenset[str] = frozenset()  # starts of collectives whose data have other sizes on some ranks
 
     @classmethod
     def of(
@@ -92,7 +93,9 @@ class CopyRules:
         device = None if reason else next(iter(devices))
         if agreement is None:
             return cls(CopyReach(none=reason))
-        return cls(CopyReach.agreed_on(agreement, config, device, reason), device, agreement, config.cache_dir)
+        reach = CopyReach.agreed_on(agreement, config, device, reason)
+        unequal = frozenset() if reach.none else _unequal(gm, agreement)
+        return cls(reach, device, agreement, config.cache_dir, unequal=unequal)
 
     @classmethod
     def following(cls, agreed: AgreedCopies, resized: Collection[str]) -> CopyRules:
@@ -114,7 +117,9 @@ class CopyRules:
         start, ranks = collective.start, collective.comm.ranks
         if self._refused(start, ranks) is None:
             return [ranks]
-        if not self.over_hosts or len(collective.waits) != 1 or _indivisible(start, len(ranks)):
+        if not self.over_hosts or len(collective.waits) != 1:
+            return None
+        if start.name in self.unequal or _indivisible(start, len(ranks)):
             return None
         data = argument(start, 0).meta["val"]
         if not data.dim() or (collective.comm.collective in REDUCTIONS and refusal(start)):
@@ -134,7 +139,22 @@ class CopyRules:
 
     def _refused(self, start: Node, ranks: Sequence[int]) -> str | None:
         """Return the reason why copies cannot carry the data of `start` between `ranks`, or None if they can."""
+        if start.name in self.unequal:
+            return "its size differs between ranks that compile the graph"
         return _indivisible(start, len(ranks)) or self.reach.apart(ranks, argument(start, 0).meta["val"].device.type)
+
+
+def _unequal(gm: GraphModule, agreement: GraphAgreement) -> frozenset[str]:
+    """Return the starts of collectives whose data do not have as many elements on all ranks: how copies divide the data
+    depends on it. Each group of a mesh axis may have a batch of another size."""
+    numels: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        if is_collective(node):
+            tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+            known = all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
+            numels[node.name] = sum(tensor.numel() for tensor in tensors) if known else 0
+    largest = agreement.agree_on_largest(numels | {f"-{name}": -numel for name, numel in numels.items()})
+    return frozenset(name for name in numels if largest[name] != -largest[f"-{name}"])
 
 
 def form_refused(collective: Collective) -> str | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
-from overlapc.agreement.graph_text import canonical_lines
-from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_of
+from overlapc.agreement.graph_text import GraphText, text_of
+from overlapc.agreement.rank_agreement import GraphAgreement, Peers, hashes_of, peers_of
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.codegen.python import FIXED_NAMES
 from overlapc.config import Config
@@ -91,8 +91,8 @@ def plan_graph(
         peers = peers_of(followed.compiling_ranks) if followed.compiling_ranks else None
     alone = followed is not None and not followed.compiling_ranks
     with _agreement(peers, config, name, gm) as agreement:
-        lines = [] if agreement is None else canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
-        copies = _reused(cached, followed, agreement, lines, config)
+        text = GraphText([]) if agreement is None else text_of(gm.graph, GroupNames(gm.graph))
+        copies = _reused(cached, followed, agreement, text, config)
         if cached is not None and copies is not None:
             if cached.agreed is not None and not alone:
                 known.append(cached.agreed)
@@ -121,7 +121,8 @@ def plan_graph(
     if followed is not None:
         count("graphs_in_an_agreed_order")
     if planned.agreed is not None and not alone:
-        agreed = replace(planned.agreed, graph=order_hash(lines), captured=captured, packing=packing)
+        graph, sizes = order_hash(text.lines), hashes_of(text.sizes)
+        agreed = replace(planned.agreed, graph=graph, sizes=sizes, captured=captured, packing=packing)
         known.append(agreed)
         planned = replace(planned, agreed=agreed)
     counts = {} if is_backward(name) else attention_counts(gm.graph)
@@ -146,7 +147,7 @@ def _reused(
     cached: CompiledGraph | None,
     followed: Followed[Agreed] | None,
     agreement: GraphAgreement | None,
-    lines: Sequence[str],
+    text: GraphText,
     config: Config,
 ) -> CopiesByPool | None:
     """Return the copies of the cached graph if all ranks that compile it have cached it; None if it must be planned."""
@@ -154,7 +155,7 @@ def _reused(
     if cached is not None and followed is not None:
         opened = still_open([cached]) if _may_follow(cached, followed) else None
         cached = None if opened is None else cached
-    if agreement is not None and not agreement.agree_on_graph(lines, "" if cached is None else cached.order):
+    if agreement is not None and not agreement.agree_on_graph(text, "" if cached is None else cached.order):
         return None
     if cached is not None and followed is None:
         opened = reopened([cached], config, agreement)

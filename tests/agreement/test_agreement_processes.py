@@ -9,12 +9,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from overlapc.agreement.graph_text import GraphText
 from overlapc.agreement.rank_agreement import Peers, peers_of
 from overlapc.errors import RanksDisagree
 from tests.ranks import Outcome, alive, run_on_ranks
 
 TIMEOUT_S = 1.5
 LINES = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(1, 200)]
+TEXT = GraphText(LINES)
 
 
 def _error_of(action) -> tuple[str, float]:
@@ -33,7 +35,7 @@ def _scenarios() -> dict:
         return Peers(store, rank, (0, 1), name)
 
     with peers_of().agreement("forward", 20) as ranks:
-        ranks.agree_on_graph(LINES)
+        ranks.agree_on_graph(TEXT)
         seen["medians"] = ranks.agree_on_medians({"mm0": 1000.1 * (1 + 2 * rank), "mm1": 7.0})
         ranks.agree_on_order(["ag0", "rs0"])
     seen["same_party"] = peers_of() is peers_of((1, 0))
@@ -41,20 +43,20 @@ def _scenarios() -> dict:
     other = list(LINES)
     if rank == 1:
         other[120] = other[120].replace("mm", "add")
-    seen["graph"] = _error_of(lambda: pair("graph").agreement("forward", 20).agree_on_graph(other))
+    seen["graph"] = _error_of(lambda: pair("graph").agreement("forward", 20).agree_on_graph(GraphText(other)))
 
     pairs = pair("skipped")
-    pairs.agreement("forward", 20).agree_on_graph(LINES)
+    pairs.agreement("forward", 20).agree_on_graph(TEXT)
     if rank == 0:  # rank 1 never compiles the second graph
-        seen["skipped"] = _error_of(lambda: pairs.agreement("forward", TIMEOUT_S).agree_on_graph(LINES))
+        seen["skipped"] = _error_of(lambda: pairs.agreement("forward", TIMEOUT_S).agree_on_graph(TEXT))
 
-    seen["label"] = _error_of(lambda: pair("label").agreement(("forward", "backward")[rank], 20).agree_on_graph(LINES))
+    seen["label"] = _error_of(lambda: pair("label").agreement(("forward", "backward")[rank], 20).agree_on_graph(TEXT))
 
     def breaks() -> None:
         with pair("failed").agreement("forward", 20) as ranks:
             if rank == 1:
                 raise ValueError("no kernel for aten.frobnicate")
-            ranks.agree_on_graph(LINES)
+            ranks.agree_on_graph(TEXT)
 
     if rank == 1:
         with pytest.raises(ValueError, match="frobnicate"):
@@ -129,7 +131,7 @@ def _one_never_compiles_at_first() -> tuple[int, dict[str, float]]:
     """In the first attempt rank 1 never compiles; after the elastic restart both ranks do."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with peers_of().agreement("forward", TIMEOUT_S if attempt == 0 else 20) as ranks:
-        ranks.agree_on_graph(LINES)
+        ranks.agree_on_graph(TEXT)
         if attempt == 0 and dist.get_rank() == 1:
             time.sleep(60)  # stuck elsewhere; the launcher ends it when rank 0 fails
         return attempt, ranks.agree_on_medians({"mm": 1.0 + dist.get_rank()})

@@ -12,10 +12,20 @@ import torch.distributed._functional_collectives  # registers _c10d_functional
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from overlapc.agreement.graph_text import canonical_lines
+from overlapc.agreement.graph_text import GraphText, text_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-LABELS = {"7": "dp of 4", "9": "dp of 4", "11": "tp of 4"}
+RANKS = {"7": (0, 1, 2, 3), "9": (4, 5, 6, 7), "11": (0, 4, 8, 12)}
+
+
+class Groups(dict):
+    """Names of process groups, by the names in the graph, and their ranks."""
+
+    def ranks(self, group: str) -> tuple[int, ...]:
+        return RANKS[group]
+
+
+GROUPS = Groups({"7": "dp of 4", "9": "dp of 4", "11": "tp of 4"})
 
 
 def a_graph(
@@ -52,15 +62,19 @@ def a_graph(
     return graph
 
 
+def the_text(**what: object) -> GraphText:
+    return text_of(a_graph(**what), GROUPS)  # type: ignore[arg-type]
+
+
 def lines_of(**what: object) -> list[str]:
-    return canonical_lines(a_graph(**what), LABELS.__getitem__)  # type: ignore[arg-type]
+    return the_text(**what).lines
 
 
 def test_the_text_has_one_line_per_node() -> None:
     assert lines_of() == [
         "v0 = placeholder : bf16 2d",
         "v1 = placeholder : bf16 2d",
-        "v2 = _c10d_functional.all_gather_into_tensor.default(v0, 4, <dp of 4>) : bf16 2d [8, 6] -> [32, 6]",
+        "v2 = _c10d_functional.all_gather_into_tensor.default(v0, 4, <dp of 4>) : bf16 2d",
         "v3 = _c10d_functional.wait_tensor.default(v2) : bf16 2d",
         "v4 = aten.view.default(v1, [#, #]) : bf16 2d",
         "v5 = aten.sub.Tensor(v4, #) : bf16 2d",
@@ -72,15 +86,14 @@ def test_the_text_has_one_line_per_node() -> None:
     ]
 
 
-@pytest.mark.parametrize("what", [{"offset": 16_000}, {"group": "9"}, {"name": "other"}, {"part": 1}])
-def test_ranks_may_differ_in_offsets_groups_names_and_parts_of_a_split(what: dict) -> None:
+@pytest.mark.parametrize("what", [{"offset": 16_000}, {"group": "9"}, {"name": "other"}, {"part": 1}, {"gathered": 64}])
+def test_ranks_may_differ_in_offsets_groups_names_sizes_and_parts_of_a_split(what: dict) -> None:
     assert lines_of(**what) == lines_of()
 
 
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ({"gathered": 64}, 2),
         ({"group": "11"}, 2),
         ({"dtype": torch.float16}, 0),
         ({"op": aten.neg.default}, 6),
@@ -92,6 +105,12 @@ def test_a_difference_shows_on_the_line_of_its_node(what: dict, line: int) -> No
     assert next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs) == line
 
 
+def test_sizes_of_collectives_are_compared_within_their_group() -> None:
+    line = "v2 = _c10d_functional.all_gather_into_tensor.default(v0, 4, <dp of 4>) : bf16 2d"
+    assert the_text().sizes == {RANKS["7"]: [f"{line} [8, 6] -> [32, 6]"]}
+    assert the_text(group="9", gathered=64).sizes == {RANKS["9"]: [f"{line} [16, 6] -> [64, 6]"]}
+
+
 def test_shards_of_different_sizes_have_equal_text() -> None:
     graph = fx.Graph()
     other = fx.Graph()
@@ -101,8 +120,8 @@ def test_shards_of_different_sizes_have_equal_text() -> None:
         narrow = each.call_function(aten.slice.Tensor, (x, 0, 0, rows - 1))
         narrow.meta["val"] = torch.empty(rows - 1, 6, device="meta")
         each.output((narrow,))
-    lines = canonical_lines(graph, LABELS.__getitem__)
-    assert lines == canonical_lines(other, LABELS.__getitem__)
+    lines = text_of(graph, GROUPS).lines
+    assert lines == text_of(other, GROUPS).lines
     assert lines[1] == "v1 = aten.slice.Tensor(v0, 0, #, #) : f32 2d"
 
 
@@ -117,10 +136,10 @@ def test_device_indices_are_left_out_and_subgraphs_are_included() -> None:
         # GraphModule copies the given graph, and only the copy refers to its module.
         return fx.GraphModule({"branch": fx.GraphModule({}, inner)}, outer).graph
 
-    ours = canonical_lines(graph(0, aten.relu.default), str)
-    assert ours == canonical_lines(graph(1, aten.relu.default), str)
+    ours = text_of(graph(0, aten.relu.default), GROUPS).lines
+    assert ours == text_of(graph(1, aten.relu.default), GROUPS).lines
     assert "  v1 = aten.relu.default(v0)" in ours
-    assert ours != canonical_lines(graph(0, aten.neg.default), str)
+    assert ours != text_of(graph(0, aten.neg.default), GROUPS).lines
     assert any("device=cuda)" in line for line in ours)
 
 
@@ -134,6 +153,6 @@ def test_the_text_of_twenty_thousand_nodes_takes_less_than_a_second() -> None:
         last.meta["val"] = value
     graph.output(last)
     began = time.process_time()
-    lines = canonical_lines(graph, str)
+    lines = text_of(graph, GROUPS).lines
     assert time.process_time() - began < 1.0
     assert lines[20_000] == "v20000 = aten.add.Tensor(v19999, v19999, alpha=#) : f32 2d"

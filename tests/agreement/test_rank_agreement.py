@@ -14,11 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from overlapc.agreement import rank_agreement
+from overlapc.agreement.graph_text import GraphText
 from overlapc.agreement.meeting import format_ranks
 from overlapc.agreement.rank_agreement import Peers
 from overlapc.errors import RanksDisagree
 
 LINES = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(1, 100)]
+TEXT = GraphText(LINES)
 
 
 def on_ranks(count: int, work: Callable[[Peers, int], Any], store: dist.Store | None = None, run: str = "") -> list:
@@ -49,7 +51,7 @@ def test_ranks_with_equal_contents_agree_and_leave_nothing_in_the_store() -> Non
     def work(peers: Peers, rank: int) -> dict[str, float]:
         for label in ("forward", "backward"):
             with peers.agreement(label, 20) as ranks:
-                ranks.agree_on_graph(LINES)
+                ranks.agree_on_graph(TEXT)
                 medians = ranks.agree_on_medians({"a": rank, "b": 0.1 * rank})
                 ranks.agree_on_order(["ag0", "rs0"])
         return medians
@@ -107,7 +109,7 @@ def test_an_error_shows_the_first_differences_with_their_ranks() -> None:
             lines[41] = "v42 = aten.add.Tensor(v41, v0) : bf16 2d"
         if rank == 5:
             del lines[90:]
-        peers.agreement("forward", 20).agree_on_graph(lines)
+        peers.agreement("forward", 20).agree_on_graph(GraphText(lines))
 
     text = one_text(on_ranks(8, work))
     assert text.startswith("compilation 1 (forward), graph: ranks compile different graphs\n")
@@ -120,8 +122,39 @@ def test_an_error_shows_the_first_differences_with_their_ranks() -> None:
     assert "rank 5 (1): (ends after 90 lines)" in text
 
 
+def test_sizes_are_compared_within_each_group_only() -> None:
+    groups = [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+    def work(rows: list[int]) -> list:
+        def agree(peers: Peers, rank: int) -> bool:
+            sizes = {groups[rank]: [f"v1 = all_reduce [{rows[rank]}]"]}
+            return peers.agreement("forward", 20).agree_on_graph(GraphText(LINES, sizes), "order")
+
+        return on_ranks(4, agree)
+
+    assert work([4, 4, 2, 2]) == [True] * 4
+    text = one_text(work([4, 4, 2, 3]))
+    assert text.startswith("compilation 1 (forward), graph: ranks compile different graphs: other sizes in one group\n")
+    assert "rank 2 (1): v1 = all_reduce [2]\n   rank 3 (1): v1 = all_reduce [3]" in text
+
+
+def test_a_cached_step_is_reused_only_if_the_ranks_of_each_group_have_the_same_sizes() -> None:
+    groups = [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+    def reused(sizes: str, cached: str = "aaaa") -> list[bool]:
+        def have(peers: Peers, rank: int) -> bool:
+            return peers.agreement("step", 20).have_the_same(cached[rank].strip(), {groups[rank]: sizes[rank]})
+
+        return on_ranks(4, have)
+
+    assert reused("4422") == [True] * 4
+    assert reused("4423") == reused("4422", "aaab") == reused("4422", "    ") == [False] * 4
+
+
 def test_many_different_graphs_make_a_short_error() -> None:
-    text = one_text(on_ranks(12, lambda peers, rank: peers.agreement("f", 20).agree_on_graph([f"x{rank}" * 500])))
+    text = one_text(
+        on_ranks(12, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(GraphText([f"x{rank}" * 500])))
+    )
     assert "8 more variants on ranks 4-11" in text
     assert len(text) < 3000
 
@@ -136,11 +169,11 @@ def test_different_orders_of_collectives_are_an_error() -> None:
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_missing_rank_is_named_on_all_others_within_the_timeout(absent: int) -> None:
     def work(peers: Peers, rank: int) -> float:
-        peers.agreement("forward", 20).agree_on_graph(LINES)
+        peers.agreement("forward", 20).agree_on_graph(TEXT)
         began = time.monotonic()
         if rank != absent:
             with pytest.raises(RanksDisagree) as caught:
-                peers.agreement("forward", 0.3).agree_on_graph(LINES)
+                peers.agreement("forward", 0.3).agree_on_graph(TEXT)
             assert str(caught.value).startswith(
                 f"rank {absent} did not reach compilation 2 (forward), graph within 0.3 s\n"
                 f"   waiting there: ranks {format_ranks([rank for rank in range(4) if rank != absent])}\n"
@@ -155,9 +188,9 @@ def test_a_late_rank_raises_the_error_that_the_other_ranks_raised() -> None:
     store = dist.HashStore()
     early = Peers(store, 0, (0, 1)).agreement("f", 0.1)
     with pytest.raises(RanksDisagree) as first:
-        early.agree_on_graph(LINES)
+        early.agree_on_graph(TEXT)
     with pytest.raises(RanksDisagree) as second:
-        Peers(store, 1, (0, 1)).agreement("f", 20).agree_on_graph(LINES)
+        Peers(store, 1, (0, 1)).agreement("f", 20).agree_on_graph(TEXT)
     assert str(first.value) == str(second.value)
     assert "rank 1 did not reach" in str(first.value)
 
@@ -165,8 +198,8 @@ def test_a_late_rank_raises_the_error_that_the_other_ranks_raised() -> None:
 def test_ranks_that_continue_after_a_disagreement_can_agree_again() -> None:
     def work(peers: Peers, rank: int) -> str:
         with pytest.raises(RanksDisagree):
-            peers.agreement("f", 20).agree_on_graph([f"only on {rank}"])
-        peers.agreement("f", 20).agree_on_graph(LINES)
+            peers.agreement("f", 20).agree_on_graph(GraphText([f"only on {rank}"]))
+        peers.agreement("f", 20).agree_on_graph(TEXT)
         return "agreed"
 
     assert on_ranks(3, work) == ["agreed"] * 3
@@ -175,7 +208,7 @@ def test_ranks_that_continue_after_a_disagreement_can_agree_again() -> None:
 def test_ranks_at_different_points_raise_at_once() -> None:
     def work(peers: Peers, rank: int) -> None:
         if rank == 0:
-            peers.agreement("forward", 20).agree_on_graph(LINES)
+            peers.agreement("forward", 20).agree_on_graph(TEXT)
         else:
             peers.agreement("forward", 20).agree_on_order(["ag0"])
 
@@ -192,7 +225,7 @@ def test_a_failure_reaches_waiting_and_later_ranks() -> None:
                 time.sleep(0.1)  # until rank 0 waits
                 raise ValueError("no such op\nwith more lines")
             time.sleep(0.3 if rank == 2 else 0)
-            ranks.agree_on_graph(LINES)
+            ranks.agree_on_graph(TEXT)
 
     began = time.monotonic()
     outcomes = on_ranks(3, work)
@@ -212,9 +245,9 @@ def test_an_interrupted_rank_ends_the_wait_of_the_others(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(peers.meetings, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt), peers.agreement("f", 20) as ranks:
-        ranks.agree_on_graph(LINES)
+        ranks.agree_on_graph(TEXT)
     with pytest.raises(RanksDisagree, match=r"rank 0 failed in compilation 1 \(f\): KeyboardInterrupt"):
-        Peers(store, 1, (0, 1)).agreement("f", 20).agree_on_graph(LINES)
+        Peers(store, 1, (0, 1)).agreement("f", 20).agree_on_graph(TEXT)
 
 
 def test_subgroups_agree_independently() -> None:
@@ -223,7 +256,7 @@ def test_subgroups_agree_independently() -> None:
     def one(rank: int) -> dict[str, float]:
         pair = Peers(store, rank, (0, 2) if rank % 2 == 0 else (1, 3))
         for _ in range(1 + rank % 2):
-            pair.agreement("stage", 20).agree_on_graph([f"stage {rank % 2}"])
+            pair.agreement("stage", 20).agree_on_graph(GraphText([f"stage {rank % 2}"]))
         everyone = Peers(store, rank, range(4))
         return everyone.agreement("all", 20).agree_on_medians({"x": rank})
 
@@ -234,8 +267,8 @@ def test_subgroups_agree_independently() -> None:
 def test_a_restarted_job_does_not_read_keys_of_the_previous_run() -> None:
     store = dist.HashStore()
     with pytest.raises(RanksDisagree):
-        Peers(store, 0, (0, 1), "job/0").agreement("f", 0.05).agree_on_graph(LINES)
-    outcomes = on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(LINES), store, "job/1")
+        Peers(store, 0, (0, 1), "job/0").agreement("f", 0.05).agree_on_graph(TEXT)
+    outcomes = on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(TEXT), store, "job/1")
     assert outcomes == [False, False]  # no rank has a cached step
 
 
@@ -249,14 +282,14 @@ def test_a_verdict_of_another_job_in_the_same_store_is_an_error() -> None:
         if rank == 0:
             store.set(keys.verdict, '+{"digest": "' + "0" * 64 + '"}\n')
         with pytest.raises(RanksDisagree, match="the answer of another job"):
-            peers.agreement("f", 20).agree_on_graph(LINES)
+            peers.agreement("f", 20).agree_on_graph(TEXT)
 
 
 def test_a_single_rank_does_not_use_the_store() -> None:
     store = dist.HashStore()
     before = store.num_keys()
     with Peers(store, 7, (7,)).agreement("f", 0.01) as ranks:
-        ranks.agree_on_graph(LINES)
+        ranks.agree_on_graph(TEXT)
         assert ranks.agree_on_medians({"mm": 3.25}) == {"mm": 3.25}
         ranks.agree_on_order([])
     assert store.num_keys() == before
@@ -280,7 +313,7 @@ def test_ranks_agree_over_a_file_store(tmp_path) -> None:
 
     assert on_ranks(2, work, dist.FileStore(str(tmp_path / "store"), 2)) == [{"mm": 0.5}] * 2
     with pytest.raises(RanksDisagree, match="rank 1 did not reach"):
-        Peers(dist.FileStore(str(tmp_path / "other"), 2), 0, (0, 1)).agreement("f", 0.1).agree_on_graph([])
+        Peers(dist.FileStore(str(tmp_path / "other"), 2), 0, (0, 1)).agreement("f", 0.1).agree_on_graph(GraphText([]))
 
 
 def test_a_lost_store_is_an_error_that_names_the_store() -> None:
@@ -289,7 +322,7 @@ def test_a_lost_store_is_an_error_that_names_the_store() -> None:
     peers = Peers(client, 1, (0, 1))
     del host
     with pytest.raises(RanksDisagree, match=r"lost the rendezvous store \(127.0.0.1:\d+\) at compilation 1"):
-        peers.agreement("f", 3).agree_on_graph(LINES)
+        peers.agreement("f", 3).agree_on_graph(TEXT)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("hash", 1000), ("tcp", 8)])
@@ -305,7 +338,7 @@ def test_the_work_of_a_rank_is_small_with_many_ranks(kind: str, count: int) -> N
         store = dist.TCPStore("127.0.0.1", host.port, 1, False, wait, wait_for_workers=False) if host else shared
         began = time.thread_time()
         with Peers(store, rank, range(count)).agreement("forward", 60) as ranks:
-            ranks.agree_on_graph(lines)
+            ranks.agree_on_graph(GraphText(lines))
             medians = ranks.agree_on_medians({name: value + rank for name, value in values.items()})
             ranks.agree_on_order(LINES)
         return time.thread_time() - began, medians
@@ -320,7 +353,7 @@ def test_the_work_of_a_rank_is_small_with_many_ranks(kind: str, count: int) -> N
 def test_agreeing_on_a_large_graph_is_quick() -> None:
     lines = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(20_000)]
     began = time.monotonic()
-    assert on_ranks(8, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(lines)) == [False] * 8
+    assert on_ranks(8, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(GraphText(lines))) == [False] * 8
     assert time.monotonic() - began < 2
 
 
@@ -335,7 +368,8 @@ def test_ranks_are_printed_as_ranges(ranks: list[int], text: str) -> None:
 def test_a_cached_step_is_used_only_if_all_ranks_have_the_same():
     def agree(kept: list[str]) -> list[Any]:
         return on_ranks(
-            len(kept), lambda peers, rank: peers.agreement("f", 20).agree_on_graph(["v0 = placeholder"], kept[rank])
+            len(kept),
+            lambda peers, rank: peers.agreement("f", 20).agree_on_graph(GraphText(["v0 = placeholder"]), kept[rank]),
         )
 
     assert agree(["order", "order", "order"]) == [True] * 3

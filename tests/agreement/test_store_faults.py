@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from overlapc.agreement import timed_store
+from overlapc.agreement.graph_text import GraphText
 from overlapc.agreement.rank_agreement import Peers, peers_of
 from overlapc.agreement.timed_store import TimedStore, connected
 from overlapc.errors import RanksDisagree
@@ -75,7 +76,7 @@ def store() -> dist.TCPStore:
 def meet(peers: Peers) -> None:
     """Run all exchanges of one compilation, and fail after them."""
     with peers.agreement("forward", TIMEOUT_S) as ranks:
-        ranks.agree_on_graph(["v0 = placeholder"])
+        ranks.agree_on_graph(GraphText(["v0 = placeholder"]))
         ranks.agree_on_medians({"mm": 1.0})
         raise ValueError("told to the others")
 
@@ -160,7 +161,7 @@ def one_stops(folder: str) -> float:
     began = time.monotonic()
     try:
         with pytest.raises(RanksDisagree, match=r"does not answer rank 1 at compilation 1 \(forward\), graph"):
-            peers_of().agreement("forward", TIMEOUT_S).agree_on_graph(["v0 = placeholder"])
+            peers_of().agreement("forward", TIMEOUT_S).agree_on_graph(GraphText(["v0 = placeholder"]))
     finally:
         os.kill(host, signal.SIGCONT)
     return time.monotonic() - began

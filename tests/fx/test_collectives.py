@@ -197,7 +197,7 @@ def test_point_to_point_is_synchronous(world):
     assert barriers(world, (c10d.isend.default, 1, 0, world)) == [("unknown", 128, "world")]
 
 
-def test_groups_have_unique_names_by_mesh_axis_or_shape(world):
+def test_groups_have_unique_names_by_mesh_axis_or_number(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
     groups = [mesh.get_group("dp"), mesh.get_group("tp"), other.get_group("tp"), torch.distributed.new_group([0, 3])]
@@ -208,7 +208,7 @@ def test_groups_have_unique_names_by_mesh_axis_or_shape(world):
         return wait(c10d.all_reduce(x, "sum", world))
 
     found = find_collectives(trace(all_of_them).graph)
-    assert [each.comm.group for each in found] == ["dp", "tp", "tp.2x2", "2x3", "world"]
+    assert [each.comm.group for each in found] == ["dp", "tp", "tp.2", "group", "world"]
     assert [each.comm.ranks for each in found[:2]] == [(0, 2), (0, 1)]
 
 

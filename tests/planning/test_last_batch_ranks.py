@@ -324,6 +324,29 @@ def test_ranks_of_a_mesh_in_any_order_compile_together() -> None:
     assert values_on_ranks(permuted_mesh, 4, timeout_s=60) == [(True, (0, 1, 2, 3))] * 4
 
 
+def other_sizes_from_the_first_step(transport: str) -> list[float]:
+    """Return each step's largest error against eager; the groups are pairs of ranks that are no mesh."""
+    torch.set_num_threads(1)
+    pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    first = dist.get_rank() in (0, 3)
+    pair = pairs[0] if first else pairs[1]
+
+    def reduced(x: Tensor, y: Tensor) -> Tensor:
+        means = funcol.all_reduce(x @ x.T, "avg", pair)
+        return means.tanh() @ y + funcol.all_reduce(y.sum(), "sum", dist.group.WORLD)
+
+    options = {"rank_timeout": 20.0, "transport": transport, "warm_start": False}
+    compiled = torch.compile(reduced, backend="overlapc", options=options, dynamic=False)
+    steps = [(torch.randn(rows, 6), torch.randn(rows, 1)) for rows in ((8, 4) if first else (5, 3))]
+    return [float((compiled(x, y) - reduced(x, y)).abs().max()) for x, y in steps]
+
+
+@pytest.mark.parametrize("transport", ["nccl", "copy"])
+def test_groups_may_have_other_sizes_than_each_other_from_the_first_step(transport: str) -> None:
+    for errors in values_on_ranks(other_sizes_from_the_first_step, 4, transport, timeout_s=120):
+        assert max(errors) < 1e-5
+
+
 def batches_of_groups() -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return [[torch.randn(rows, 16, generator=generator) for rows in step] for step in ROWS_OF_GROUPS]

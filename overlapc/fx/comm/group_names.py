@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch.distributed as dist
 from torch import fx
 
@@ -31,9 +29,9 @@ class GroupNames:
 
     torch numbers its groups per process, so torch's names differ between ranks. A group's name here is the first that
     exists of: the name that overlapc gave it; the mesh axis in the labels that `fully_shard` wrote on its nodes; the
-    axis that `DeviceMesh` wrote into the group's description; "world"; its shape, such as "2x4" for two ranks that are
-    four apart. If several groups have the same name, all except the first (in graph order, which is the same on all
-    ranks) get their shape appended: "tp.2x4". Groups that only nested graphs use come last.
+    axis that `DeviceMesh` wrote into the group's description; "world"; "group". If several groups have the same name,
+    all except the first get a number, such as "group.2" (in graph order, which is the same on all ranks). Groups that
+    only nested graphs use come last.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -58,9 +56,7 @@ class GroupNames:
             name = _ours(group) or axis_of.get(group) or _described(group)
             count = taken.get(name, 0)
             taken[name] = count + 1
-            if count:
-                name = f"{name}.{_shape(group)}" + (f".{count}" if count > 1 else "")
-            self._names[group] = name
+            self._names[group] = f"{name}.{count + 1}" if count else name
 
     def __getitem__(self, group: str) -> str:
         """Return the name of the group that torch calls `group`; KeyError if the graph does not use it."""
@@ -80,10 +76,4 @@ def _described(group: str) -> str:
     description = resolve_group(group).group_desc
     if description.startswith("mesh_") and description != "mesh_default":
         return description.removeprefix("mesh_")
-    return "world" if len(ranks_of(group)) == dist.get_world_size() else _shape(group)
-
-
-def _shape(group: str) -> str:
-    ranks = ranks_of(group)
-    strides = {after - before for before, after in itertools.pairwise(ranks)}
-    return f"{len(ranks)}x{strides.pop()}" if len(strides) == 1 else f"{len(ranks)}"
+    return "world" if len(ranks_of(group)) == dist.get_world_size() else "group"
