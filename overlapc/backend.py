@@ -248,6 +248,8 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
     from overlapc.planning.rank_notes import notes_of
 
     groups = groups_of_step(inputs, config)
+    traced = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    batches = [pair for pair in zip(inputs, traced, strict=False) if all(map(_is_batch, pair))]
     asked = False
 
     def agree(cached: Sequence[CompiledGraph]) -> Sequence[Mapping[str, GraphCopies]] | None:
@@ -255,9 +257,14 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
         if asked:
             return None
         asked = True
-        return common_step(groups, cached, config, notes_of(gm, config))
+        return common_step(groups, cached, config, notes_of(gm, config), batches)
 
     return agree if groups else None
+
+
+def _is_batch(value: Any) -> bool:
+    """Whether an input, or what it is traced as, has sizes in which ranks may differ: not those of parameters."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and not hasattr(value, "_spec")
 
 
 @contextmanager

@@ -37,6 +37,8 @@ from overlapc.estimators.profiles.profile_file import profile_from_json, profile
 
 __all__ = ["GraphAgreement", "GraphText", "Peers", "peers_of", "peers_spanned_by"]
 
+Shapes = Sequence[Sequence[int]]
+
 _SHOWN_VARIANTS = 4  # different texts that an error shows; further ones are only counted
 _SHOWN_CHARS = 200  # characters of a line that an error shows
 _SAME_CODE = (
@@ -132,15 +134,25 @@ class GraphAgreement:
             self._show_difference(at, f"{what}: other sizes in one group", _SAME_CODE, found["variants"], own)
         return bool(found["same"])
 
-    def have_the_same(self, cached: str, sizes: Mapping[tuple[int, ...], str]) -> bool:
-        """Whether all ranks have the same `cached`, which is not empty, and the ranks of each group the same sizes."""
-        found = self._compare_groups("cached", "ranks exchange hashes", (), cached, sizes)
-        return bool(found["same"]) and not found["group"]
+    def have_the_same(
+        self, cached: str, sizes: Mapping[tuple[int, ...], str], shapes: Shapes = ()
+    ) -> tuple[bool, list[tuple[int, int, int]]]:
+        """Return whether all ranks have the same `cached`, which is not empty, and the ranks of each group the same
+        sizes; and (index, dim, median) of each of the `shapes` in which ranks have different sizes of at least 2."""
+        found = self._compare_groups("cached", "ranks exchange hashes", (), cached, sizes, shapes)
+        return bool(found["same"]) and not found["group"], [(at, dim, median) for at, dim, median in found["dims"]]
 
     def _compare_groups(
-        self, stage: str, what: str, lines: Sequence[str], cached: str, sizes: Mapping[tuple[int, ...], str]
+        self,
+        stage: str,
+        what: str,
+        lines: Sequence[str],
+        cached: str,
+        sizes: Mapping[tuple[int, ...], str],
+        shapes: Shapes = (),
     ) -> dict[str, Any]:
-        own = json.dumps([cached, {_name_of(ranks): digest for ranks, digest in sizes.items()}]).encode()
+        of_groups = {_name_of(ranks): digest for ranks, digest in sizes.items()}
+        own = json.dumps([cached, of_groups, shapes]).encode()
         found: dict[str, Any] = json.loads(self._agree(stage, what, lines, own, _compared_groups, _SAME_CODE))
         return found
 
@@ -276,20 +288,39 @@ def _most_frequent_first(by_digest: Mapping[Any, list[int]]) -> list[list[int]]:
 
 
 def _compared_groups(values: Mapping[int, bytes]) -> bytes:
-    """Return whether all ranks have the same cached, and a group whose ranks have different sizes, with its variants.
+    """Return whether all ranks have the same cached, a group whose ranks have different sizes, with its variants, and
+    the dims in which shapes differ.
 
-    values: by rank, what it has cached and the hash of the sizes of each of its groups.
+    values: by rank, what it has cached, the hash of the sizes of each of its groups, and shapes.
     """
-    cached = set()
+    cached, all_shapes = set(), []
     by_group: dict[str, dict[str, list[int]]] = {}
     for rank in sorted(values):
-        own, sizes = json.loads(values[rank])
+        own, sizes, shapes = json.loads(values[rank])
         cached.add(own)
+        all_shapes.append(shapes)
         for group, digest in sizes.items():
             by_group.setdefault(group, {}).setdefault(digest, []).append(rank)
     apart = next((group for group, by_digest in by_group.items() if len(by_digest) > 1), "")
     variants = _most_frequent_first(by_group[apart]) if apart else []
-    return json.dumps({"same": len(cached) == 1 and "" not in cached, "group": apart, "variants": variants}).encode()
+    same = len(cached) == 1 and "" not in cached
+    return json.dumps({"same": same, "group": apart, "variants": variants, "dims": _unequal_dims(all_shapes)}).encode()
+
+
+def _unequal_dims(shapes: Sequence[Shapes]) -> list[tuple[int, int, int]]:
+    """Return (index, dim, median size) of dims in which ranks differ; none if their numbers of shapes or dims differ.
+
+    Without dims that have a size of 0 or 1 on some rank, for which torch always traces a graph of its own.
+    """
+    if len({tuple(map(len, of_rank)) for of_rank in shapes}) != 1:
+        return []
+    found = []
+    for at, shape in enumerate(shapes[0]):
+        for dim in range(len(shape)):
+            sizes = sorted(of_rank[at][dim] for of_rank in shapes)
+            if 1 < sizes[0] != sizes[-1]:
+                found.append((at, dim, sizes[len(sizes) // 2]))
+    return found
 
 
 def _each_value(reduce: Callable[..., Any], rows: Mapping[int, bytes]) -> bytes:

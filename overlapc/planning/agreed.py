@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._guards import CompileContext
 
@@ -13,7 +14,8 @@ from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_spann
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
 from overlapc.fx.comm.pack import CopyCosts
-from overlapc.fx.versions.dynamo import frame_numbering
+from overlapc.fx.versions.dynamo import frame_numbering, trace_with_symbolic_sizes
+from overlapc.fx.versions.tensors import agree_on_hint
 from overlapc.graph_names import kind_of
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.copy_rules import AgreedCopies
@@ -135,13 +137,21 @@ def _forget_before_reset(peers: Peers) -> None:
 
 
 def common_step(
-    groups: Sequence[tuple[int, ...]], cached: Sequence[CompiledGraph], config: Config, notes: dict[str, str]
+    groups: Sequence[tuple[int, ...]],
+    cached: Sequence[CompiledGraph],
+    config: Config,
+    notes: dict[str, str],
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[CopiesByPool] | None:
     """Return the copies of each graph of a cached step if every rank has cached a step of the same graphs with the same
     orders of collectives; else None.
 
-    groups: see `groups_of_step`; cached: this rank's cached step. A recompile may happen on one rank alone: then ranks
-    exchange nothing, and this rank's cached step must have the orders that ranks agreed on before.
+    groups: see `groups_of_step`; cached: this rank's cached step; batches: its inputs, and how they were traced.
+
+    If ranks have inputs of different sizes, Dynamo traces the step again with these sizes symbolic, and all ranks plan
+    for the median of each: graphs for other sizes could be divided and fused in other ways. A recompile may happen on
+    one rank alone: then ranks exchange nothing, and this rank's cached step must have the orders that ranks agreed on
+    before.
     """
     if compiles_again():
         return still_open(cached) if cached and all(_is_agreed(graph, config) for graph in cached) else None
@@ -152,9 +162,21 @@ def common_step(
         for ranks, digest in ({} if graph.agreed is None else graph.agreed.sizes).items():
             sizes[ranks] = content_key(sizes.get(ranks, ""), digest)
     peers = peers_spanned_by(groups, config.rank_timeout)
-    with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
-        if not agreement.have_the_same(have, sizes):
-            return None
+    agreement = GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes)
+    with agreement:
+        same, unequal = agreement.have_the_same(have, sizes, [list(given.shape) for given, _ in batches])
+    fixed = []
+    for at, dim, median in unequal:
+        given, traced = batches[at]
+        size = traced.shape[dim]
+        if isinstance(size, torch.SymInt):
+            agree_on_hint(size, median)
+        else:
+            fixed.append((given, dim))
+    trace_with_symbolic_sizes(fixed)
+    if not same:
+        return None
+    with agreement:
         copies = reopened(cached, config, agreement)
     if copies is not None:
         for graph in cached:

@@ -143,12 +143,29 @@ def test_a_cached_step_is_reused_only_if_the_ranks_of_each_group_have_the_same_s
 
     def reused(sizes: str, cached: str = "aaaa") -> list[bool]:
         def have(peers: Peers, rank: int) -> bool:
-            return peers.agreement("step", 20).have_the_same(cached[rank].strip(), {groups[rank]: sizes[rank]})
+            return peers.agreement("step", 20).have_the_same(cached[rank].strip(), {groups[rank]: sizes[rank]})[0]
 
         return on_ranks(4, have)
 
     assert reused("4422") == [True] * 4
     assert reused("4423") == reused("4422", "aaab") == reused("4422", "    ") == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dims"),
+    [
+        ([[[4, 8], [3]], [[4, 8], [3]]], []),
+        ([[[4, 8], [3]], [[2, 8], [5]]], [(0, 0, 4), (1, 0, 5)]),
+        ([[[4, 8]], [[4, 1]]], []),  # torch always fixes 1
+        ([[[4, 8]], [[32]]], []),  # the graphs differ, which ranks notice later
+        ([[[4]], [[4], [2]]], []),
+    ],
+)
+def test_ranks_find_the_sizes_in_which_their_inputs_differ(shapes: list, dims: list) -> None:
+    def differing(peers: Peers, rank: int) -> list[tuple[int, int, int]]:
+        return peers.agreement("step", 20).have_the_same("", {}, shapes[rank])[1]
+
+    assert on_ranks(2, differing) == [dims] * 2
 
 
 def test_many_different_graphs_make_a_short_error() -> None:

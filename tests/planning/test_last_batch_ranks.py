@@ -42,9 +42,11 @@ def batches() -> list[list[Tensor]]:
     return [[torch.randn(rows, 16, generator=generator) for rows in step] for step in ROWS]
 
 
-def losses_of_one_process(steps: list[list[Tensor]] | None = None, blocks: int = 2) -> list[float]:
+def losses_of_one_process(
+    steps: list[list[Tensor]] | None = None, blocks: int = 2, whole: nn.Module | None = None
+) -> list[float]:
     """Train in one process and return, for each step, the mean loss over the ranks' batches."""
-    plain = model(blocks)
+    plain = whole or model(blocks)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     found = []
     for step in batches() if steps is None else steps:
@@ -110,6 +112,40 @@ def test_batches_of_other_sizes_on_one_rank_train_as_in_one_process(tmp_path: Pa
     first, second = (cold["alone"] for cold, _ in ranks)
     assert (first[1], second[1]) == (0, 2)  # forward and backward, on the rank whose batch is smaller
     assert (first[2], second[3]) == (2, 4)
+
+
+LENGTHS = [(300, 40), (7, 33), (20, 20)]  # of each rank in each step; how gradients of words are added up depends on it
+
+
+def words() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(128, 16), block(), nn.Linear(16, 128))
+
+
+def texts() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randint(128, (length,), generator=generator) for length in step] for step in LENGTHS]
+
+
+def begins_with_other_sizes(cache: str) -> list[list[float]]:
+    """Return the losses with empty caches, and those of a process that finds all graphs on disk."""
+    torch.set_num_threads(1)
+    losses = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        peers_of().agreed.clear()
+        sharded = words()
+        for part in (*sharded, sharded):
+            overlapc.fully_shard(part, init_device_mesh("cpu", (2,)))
+        options = {"rank_timeout": 20.0, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
+        losses.append(steps_of(sharded, texts(), options)[0])
+    return losses
+
+
+def test_ranks_may_begin_with_batches_of_different_sizes(tmp_path: Path) -> None:
+    expected = losses_of_one_process(texts(), whole=words())
+    for cold, warm in values_on_ranks(begins_with_other_sizes, 2, str(tmp_path), timeout_s=240):
+        assert cold == warm == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_rank_with_a_batch_of_another_size_uses_the_agreed_layout_of_copies(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from overlapc.fx.partitioning.saved_sizes import save_sizes
 from overlapc.fx.partitioning.unread_collectives import return_unread
 from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
-from overlapc.fx.versions.changes import saving_always_costs
+from overlapc.fx.versions.changes import costs_of_saving
 from overlapc.fx.versions.graphs import return_no_tangents
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ def partition(
         graphsafe_rng_functionalization=False, cse=False, recompute_views=True
     )
     unread = return_unread(joint_module.graph, num_fwd_outputs)
-    with options_of_torch, cut_in_parts(), saving_always_costs():
+    with options_of_torch, cut_in_parts(), costs_of_saving():
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs + unread.forward, **options
         )

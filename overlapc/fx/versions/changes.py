@@ -13,9 +13,12 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._logging._internal import trace_log
+from torch.distributed.tensor import placement_types
 from torch.fx import traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
+
+from overlapc.fx.versions.tensors import size_hint
 
 
 @contextmanager
@@ -103,16 +106,44 @@ def sizes_from_inputs() -> Iterator[None]:
 
 
 @contextmanager
-def saving_always_costs() -> Iterator[None]:
-    """Let torch's partitioner take every value for at least one byte.
+def pads_on_every_rank() -> Iterator[None]:
+    """Let DTensor pad and cut tensors on all ranks while it is traced, also on those where nothing is missing.
+
+    Only some ranks pad if a dim does not divide evenly; ranks would then trace different graphs. torch does this itself
+    for symbolic sizes (2.13).
+    """
+
+    def padded(tensor: torch.Tensor, dim: int, missing: Any) -> torch.Tensor:
+        if isinstance(missing, int) and missing == 0:
+            return torch.nn.functional.pad(tensor, [0, 0] * (tensor.ndim - dim))
+        return pad(tensor, dim, missing)
+
+    def cut(tensor: torch.Tensor, dim: int, added: Any) -> torch.Tensor:
+        if isinstance(added, int) and added == 0:
+            return tensor.narrow(dim, 0, tensor.size(dim))
+        return unpad(tensor, dim, added)
+
+    pad, unpad = placement_types.pad_tensor, placement_types.unpad_tensor
+    with replaced(placement_types, pad_tensor=padded, unpad_tensor=cut):
+        yield
+
+
+@contextmanager
+def costs_of_saving() -> Iterator[None]:
+    """Let torch's partitioner take every value for at least one byte, and symbolic sizes for what ranks agreed on.
 
     Else it would save a value without elements, which costs nothing, where it recomputes one with elements: ranks whose
-    shard of a parameter has no rows would divide the step differently.
+    shard of a parameter has no rows would divide the step differently, and so would ranks that have other batches.
     """
     from torch._functorch import partitioners  # not at the top, as below
 
-    size_of = partitioners._size_of
-    with replaced(partitioners, _size_of=lambda node: max(1, size_of(node))):
+    def hint(size: int | torch.SymInt, fallback: int) -> int:
+        return size_hint(size)
+
+    size_of, name = partitioners._size_of, "optimization_hint"
+    if not hasattr(partitioners, name):  # torch 2.11
+        name = "size_hint"
+    with replaced(partitioners, _size_of=lambda node: max(1, size_of(node)), **{name: hint}):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -37,6 +37,25 @@ def compiled_alike(compiled: Callable[..., Any], function: Callable[..., Any]) -
         raise ValueError("made with unknown arguments")
     made: Callable[..., Any] = compiler(function)
     return made
+
+
+def trace_with_symbolic_sizes(dims: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Let Dynamo trace the present frame again, with these sizes of its inputs symbolic: raise its exceptions for that.
+
+    Do nothing if there are none, or none may become symbolic, as with `torch.compile(..., dynamic=False)`.
+    """
+    from torch._dynamo import config, exc, maybe_mark_dynamic  # here, because importing Dynamo takes a second
+
+    fixed = [(tensor, dim) for tensor, dim in dims if dim not in getattr(tensor, "_dynamo_weak_dynamic_indices", ())]
+    if not fixed or not config.automatic_dynamic_shapes:
+        return
+    for tensor, dim in fixed:
+        maybe_mark_dynamic(tensor, dim)
+
+    class Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+        """Passes from a backend to Dynamo like the first, and makes it forget what it found like the second."""
+
+    raise Again(restart_reason="ranks have inputs of different sizes")
 
 
 def skip_calls_of(functions: Iterable[Callable[..., Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._decomp import _core_aten_decompositions_post_autograd
@@ -67,6 +68,13 @@ def fake_like(
 
 
 _OF_JAGGED_DIMS = (torch.SymInt, SingletonInt)  # sizes that equal themselves only
+_agreed_hints: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by shape environment, then by symbol
+
+
+def agree_on_hint(size: torch.SymInt, hint: int) -> None:
+    """Plan as if a symbolic size had been `hint` where it was traced; on every rank, so that all plan alike."""
+    if size.node.expr.is_symbol:
+        _agreed_hints.setdefault(size.node.shape_env, {})[size.node.expr] = hint
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -77,15 +85,23 @@ def size_hint(size: int | torch.SymInt) -> int:
     """
     if isinstance(size, int):
         return size
+    if size.node.shape_env in _agreed_hints:
+        known = {symbol: symbol_hint(size, symbol) for symbol in size.node.expr.free_symbols}
+        if None not in known.values():
+            return int(size.node.expr.xreplace(known))
     hint = size.node.hint if size.node.has_hint() else None
     return 4096 if hint is None or isinstance(hint, _OF_JAGGED_DIMS) else int(hint)
 
 
 def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:
-    """Return the value that `symbol` had when the graph of `size` was traced; None if it is known only at run time."""
+    """Return the value that `symbol` had when the graph of `size` was traced, or that ranks agreed on; None if it is
+    known only at run time."""
     shape_env = size.node.shape_env
     if shape_env is None:
         return None
+    agreed = _agreed_hints.get(shape_env, {}).get(symbol)
+    if agreed is not None:
+        return agreed
     known = getattr(shape_env, "backed_var_to_val", None)  # torch 2.13
     if known is None:
         known = shape_env.var_to_val
