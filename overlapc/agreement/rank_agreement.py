@@ -134,8 +134,12 @@ class GraphAgreement:
             self._show_difference(at, f"{what}: other sizes in one group", _SAME_CODE, found["variants"], own)
         return bool(found["same"])
 
-    def have_the_same(
-        self, cached: str, sizes: Mapping[tuple[int, ...], str], shapes: Shapes = ()
+    def have_the_same(self, stage: str, text: str) -> bool:
+        """Whether all ranks have the same `text`, which is not empty."""
+        return bool(self._compare_groups(stage, "ranks exchange hashes", (), text, {})["same"])
+
+    def compare_cached(
+        self, cached: str, sizes: Mapping[tuple[int, ...], str], shapes: Shapes
     ) -> tuple[bool, list[tuple[int, int, int]]]:
         """Return whether all ranks have the same `cached`, which is not empty, and the ranks of each group the same
         sizes; and (index, dim, median) of each of the `shapes` in which ranks have different sizes of at least 2."""

@@ -26,6 +26,7 @@ from overlapc.fx.versions.changes import (
     contiguous_tangents,
     may_overlap,
     no_code_of_graphs,
+    pads_on_every_rank,
     sizes_from_inputs,
 )
 from overlapc.fx.versions.dynamo import compiled_autograd
@@ -105,6 +106,7 @@ def _traced(
         contiguous_tangents(may_overlap),
         no_code_of_graphs(),
         sizes_from_inputs(),
+        pads_on_every_rank(),
     ):
         try:
             step = traced()

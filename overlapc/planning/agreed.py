@@ -164,7 +164,7 @@ def common_step(
     peers = peers_spanned_by(groups, config.rank_timeout)
     agreement = GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes)
     with agreement:
-        same, unequal = agreement.have_the_same(have, sizes, [list(given.shape) for given, _ in batches])
+        same, unequal = agreement.compare_cached(have, sizes, [list(given.shape) for given, _ in batches])
     fixed = []
     for at, dim, median in unequal:
         given, traced = batches[at]

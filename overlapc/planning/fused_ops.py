@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from overlapc.lowering import Communication, Target, lower
 from overlapc.lowering.product import Product
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.repeated_layers import Repeated, stand_ins
+from overlapc.runtime.cache import content_key
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 
@@ -45,7 +47,27 @@ class GraphToFuse:
     dumps: Dumps
 
     def fused(self) -> tuple[LoweredGraph, FusionReport]:
-        """Lower and fuse the graph; return it in loop IR with its fused ops, and the report of fusion."""
+        """Lower and fuse the graph; return it in loop IR with its fused ops, and the report of fusion.
+
+        If sizes of a tensor differ between ranks, two kernels may have the same loops on one rank only. A graph that
+        ranks fuse in different ways is not fused: they would estimate and order different kernels.
+        """
+        lowered, report = self._fused()
+        kernels = ",".join(op.name for op in lowered.ops)
+        if self.agreement is None or self.agreement.have_the_same("kernels", content_key(kernels)):
+            return lowered, report
+        count("graphs_not_fused")
+        warnings.warn(
+            f"{self.name}: ranks would fuse its kernels in different ways, because some of its tensors have other sizes"
+            " on other ranks; its kernels are not fused\nhint: use sizes that all ranks divide evenly",
+            stacklevel=2,
+        )
+        lowered = self._lowered({})
+        _share_hints(lowered, self.agreement)
+        ops, report = fuse_ops(lowered, enabled=False)
+        return replace(lowered, ops=ops), report
+
+    def _fused(self) -> tuple[LoweredGraph, FusionReport]:
         config = self.config
         with phase("lowering"):
             note_coarse_once(self.gm.graph)

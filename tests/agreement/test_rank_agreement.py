@@ -143,7 +143,7 @@ def test_a_cached_step_is_reused_only_if_the_ranks_of_each_group_have_the_same_s
 
     def reused(sizes: str, cached: str = "aaaa") -> list[bool]:
         def have(peers: Peers, rank: int) -> bool:
-            return peers.agreement("step", 20).have_the_same(cached[rank].strip(), {groups[rank]: sizes[rank]})[0]
+            return peers.agreement("step", 20).compare_cached(cached[rank].strip(), {groups[rank]: sizes[rank]}, ())[0]
 
         return on_ranks(4, have)
 
@@ -163,7 +163,7 @@ def test_a_cached_step_is_reused_only_if_the_ranks_of_each_group_have_the_same_s
 )
 def test_ranks_find_the_sizes_in_which_their_inputs_differ(shapes: list, dims: list) -> None:
     def differing(peers: Peers, rank: int) -> list[tuple[int, int, int]]:
-        return peers.agreement("step", 20).have_the_same("", {}, shapes[rank])[1]
+        return peers.agreement("step", 20).compare_cached("", {}, shapes[rank])[1]
 
     assert on_ranks(2, differing) == [dims] * 2
 
