@@ -106,6 +106,36 @@ def test_gathers_of_different_values_are_not_merged(world):
     assert names(module).count("all_gather_into_tensor") == 2
 
 
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(-1)], ids=["itself", "viewed"])
+def test_equal_gathers_that_are_returned_are_not_merged(world, view):
+    def gathered(x: Tensor) -> Tensor:
+        return wait(c10d.all_gather_into_tensor(x, 4, world))
+
+    module = trace(lambda x: (view(gathered(x)), gathered(x), gathered(x).sin() + gathered(x)))
+    canonicalize(module)
+    assert names(module).count("all_gather_into_tensor") == names(module).count("wait_tensor") == 3
+
+
+def test_equal_coalesced_gathers_are_not_merged_if_a_part_is_returned(world):
+    def gathered(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = c10d.all_gather_into_tensor_coalesced([x, y], 4, world)
+        return wait(first), wait(second).sin()
+
+    module = trace(lambda x, y: (gathered(x, y), gathered(x, y)), 2)
+    canonicalize(module)
+    assert names(module).count("wait_tensor") == 4
+
+
+def test_equal_copies_before_gathers_are_not_merged_if_they_are_returned(world):
+    def copied(x: Tensor) -> tuple[Tensor, Tensor]:
+        copy = x.clone()
+        return copy, wait(c10d.all_gather_into_tensor(copy, 4, world)).sin()
+
+    module = trace(lambda x: (*copied(x), *copied(x)))
+    canonicalize(module)
+    assert names(module).count("clone") == 2
+
+
 def test_an_unread_collective_is_removed_only_on_request(world):
     def unread(x: Tensor) -> Tensor:
         wait(c10d.all_gather_into_tensor(x, 4, world))

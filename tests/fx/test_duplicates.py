@@ -61,6 +61,22 @@ def test_results_of_the_graph_are_not_merged():
     assert left.count(aten.exp.default) == 3
 
 
+def test_one_of_several_results_of_a_node_that_is_returned_keeps_the_node_apart():
+    count, left = merged(lambda x: (x.sort().values, x.sort().values), torch.randn(3))
+    assert count == 0
+    assert left.count(aten.sort.default) == 2
+
+
+def test_collectives_whose_results_are_returned_are_not_merged(world):
+    c10d = torch.ops._c10d_functional
+
+    def reduced(x: Tensor) -> Tensor:
+        return c10d.wait_tensor(c10d.all_reduce(x, "sum", world))
+
+    gm = traced(lambda x: (reduced(x), reduced(x)), torch.randn(3))
+    assert merge_duplicates(gm.graph) == 0
+
+
 def test_random_nodes_are_not_merged():
     gm = traced(lambda x: aten.rand_like(x) - aten.rand_like(x), torch.randn(3))
     assert merge_duplicates(gm.graph) == 0

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from overlapc.fx.comm.labels import ParamLabel, label_of
-from overlapc.fx.partitioning.duplicates import merge_equal
+from overlapc.fx.partitioning.duplicates import merge_equal, storages_of, storages_that_leave
 from overlapc.fx.sizes import same_sizes
 
 aten = torch.ops.aten
@@ -118,11 +118,18 @@ def _carried(root: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def merge_gathers(graph: fx.Graph) -> int:
-    """Merge equal gathers in an ATen graph, with their casts and pads; return the number of removed nodes."""
+    """Merge equal gathers in an ATen graph, with their casts and pads; return the number of removed nodes.
+
+    Those whose memory leaves the graph stay, because two equal results must be two tensors.
+    """
+    leaving = storages_that_leave(graph)
+    for given in graph.find_nodes(op="placeholder"):  # views of an input share its memory, merged or not
+        leaving -= storages_of(given)
     wanted: set[fx.Node] = set()
     for start in graph.nodes:
         if start.target in _GATHERS:
             wanted.update((start, *_carriers_before(start), *_waits_behind(start)))
+    wanted = {node for node in wanted if storages_of(node).isdisjoint(leaving)}
     return merge_equal(graph, lambda node: "gathered" if node in wanted else None)
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.fx.node_writer import NodeWriter
-from overlapc.fx.partitioning.duplicates import storage_of
+from overlapc.fx.partitioning.duplicates import storages_of
 from overlapc.fx.versions.graphs import belongs_to_backward, inputs_written_after, is_tangent
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ def drop_copies(forward: fx.Graph, forward_outputs: int, copies: dict[str, str])
         if copy is None:
             continue
         first = min((order[write] for write in writes_of(given)), default=len(order))
-        saved = _behind_saved(forward, forward_outputs, storage_of(given))
+        saved = _behind_saved(forward, forward_outputs, storages_of(given))
         for reader in list(copy.users):
             if reader.op != "output" and reader not in saved and order[reader] < first:
                 reader.replace_input_with(copy, given)
@@ -81,13 +81,13 @@ def drop_copies(forward: fx.Graph, forward_outputs: int, copies: dict[str, str])
             forward.erase_node(copy)
 
 
-def _behind_saved(forward: fx.Graph, forward_outputs: int, memory: int | None) -> set[fx.Node]:
+def _behind_saved(forward: fx.Graph, forward_outputs: int, memory: set[int]) -> set[fx.Node]:
     """Return the nodes that saved values are, or are views of, if they share the storage `memory` of an input."""
     found: set[fx.Node] = set()
     pending = [value for value in forward.output_node().args[0][forward_outputs:] if isinstance(value, fx.Node)]  # type: ignore[index,union-attr]
     while pending:
         node = pending.pop()
-        if node not in found and storage_of(node) == memory is not None:
+        if node not in found and not memory.isdisjoint(storages_of(node)):
             found.add(node)
             pending += node.all_input_nodes
     return found

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from overlapc.fx.comm.claim import CLAIM
+from overlapc.fx.comm.communication import WAIT
 from overlapc.fx.versions.graphs import binds_sizes
 
 # Each call has a result of its own: memory that is not initialized, or whether the call was the first one.
@@ -32,7 +33,7 @@ def merge_duplicates(graph: fx.Graph) -> int:
     two tensors), or call neither a torch op nor a Python operator are not merged. Neither are two equal nodes with a
     write to memory between them.
     """
-    leaving = _storages_of_results(graph)
+    leaving = storages_that_leave(graph)
     changes = 0
 
     def kind(node: fx.Node) -> int | None:
@@ -40,7 +41,7 @@ def merge_duplicates(graph: fx.Graph) -> int:
         if _changes_memory(node):
             changes += 1
             return None
-        return changes if _is_function(node) and storage_of(node) not in leaving else None
+        return changes if _is_function(node) and storages_of(node).isdisjoint(leaving) else None
 
     return merge_equal(graph, kind)
 
@@ -86,14 +87,23 @@ def _is_function(node: fx.Node) -> bool:
     return getattr(target, "__module__", "") in ("_operator", "math") or target is operator.getitem
 
 
-def _storages_of_results(graph: fx.Graph) -> set[int | None]:
+def storages_that_leave(graph: fx.Graph) -> set[int]:
+    """Return the ids of the storages that the graph's results share."""
     (output,) = graph.find_nodes(op="output")
-    return {storage for node in output.all_input_nodes if (storage := storage_of(node)) is not None}
+    leaving = {storage for node in output.all_input_nodes for storage in storages_of(node)}
+    for wait in graph.find_nodes(op="call_function", target=WAIT):  # its fake tensor has memory of its own
+        if not leaving.isdisjoint(storages_of(wait)):
+            leaving |= storages_of(wait.args[0])
+    return leaving
 
 
-def storage_of(node: fx.Node) -> int | None:
-    """Return an id of the storage of a node's fake tensor; None if its value is no strided tensor with a storage."""
-    value = node.meta.get("val")
+def storages_of(node: fx.Node) -> set[int]:
+    """Return the ids of the storages of a node's fake tensors, without those that are not strided or have no memory."""
+    storages = map(_storage, torch.utils._pytree.tree_leaves(node.meta.get("val")))
+    return {storage for storage in storages if storage is not None}
+
+
+def _storage(value: object) -> int | None:
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
     try:
