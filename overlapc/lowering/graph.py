@@ -324,8 +324,7 @@ class GraphLowering:
             if not isinstance(source, View):
                 return source
             if source.buffer not in self.in_flight:
-                if node.all_input_nodes[0].op != "placeholder":  # inputs are waited for before the graph runs
-                    self.context.wait_for(source)
+                self.context.wait_for(source)
                 return self.context.current(source)
             result = View(node.name, source.layout)
             self.graph.aliases[result.buffer] = source.buffer

@@ -73,6 +73,17 @@ def test_a_wait_for_a_computed_tensor_is_removed_but_one_for_an_input_stays(worl
     assert names(module) == ["wait_tensor", "add", "mul"]
 
 
+def test_a_wait_for_a_view_of_an_input_stays_and_one_for_a_view_of_a_launch_moves_to_the_launch(world):
+    module = trace(lambda x: wait(x.t().split(2)[0]) + 1)
+    canonicalize(module)
+    assert names(module)[-2:] == ["wait_tensor", "add"]
+
+    module = trace(lambda x: wait(c10d.all_reduce(x, "sum", world).t().split(2)[0]) + 1)
+    canonicalize(module)
+    assert names(module)[:3] == ["all_reduce", "wait_tensor", "t"]
+    assert names(module).count("wait_tensor") == 1
+
+
 def test_coalesced_collectives_have_one_wait_per_output(world):
     def several(x: Tensor, y: Tensor) -> Tensor:
         a, b = c10d.all_gather_into_tensor_coalesced([x, y], 4, world)

@@ -74,9 +74,11 @@ def _drop_identity_views(graph: fx.Graph) -> int:
     return changed
 
 
-def _launch_of(value: Any) -> Any:
-    """Return the coalesced launch of which `value` is one result; `value` itself if it is no such result."""
-    return value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else value
+def _computing(node: fx.Node) -> fx.Node:
+    """Return the node that computed the memory of `node`: the one behind views and behind one of several results."""
+    while node.target is operator.getitem or getattr(node.target, "is_view", False):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _settled(node: fx.Node) -> bool:
@@ -92,12 +94,9 @@ def _one_wait_each(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if not is_wait(node):
             continue
-        source = node.args[0]
-        while source.target in _VIEWS:
-            source = source.args[0]
+        launch = _computing(node.args[0])
         # The wait of a viewed launch is added below, before the view.
-        launch = _launch_of(source)
-        if _settled(launch) or (source is not node.args[0] and is_asynchronous(launch)):
+        if _settled(launch) or (is_asynchronous(launch) and node.args[0] not in outputs_of(launch)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             changed += 1
@@ -141,8 +140,8 @@ def drop_unread(graph_module: fx.GraphModule) -> int:
     changed = 0
     for node in reversed(list(graph_module.graph.nodes)):
         of_launch = is_wait(node) or node.target is operator.getitem
-        launch = _launch_of(node.args[0]) if of_launch else node
-        if not node.users and isinstance(launch, fx.Node) and is_asynchronous(launch):
+        launch = _computing(node.args[0]) if of_launch else node
+        if not node.users and is_asynchronous(launch):
             graph_module.graph.erase_node(node)
             changed += 1
     if changed:
