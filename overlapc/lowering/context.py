@@ -18,7 +18,6 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overlapc.fx.comm.communication import WAIT
 from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions.graphs import binds_sizes
 from overlapc.fx.versions.tensors import symbol_hint
@@ -49,6 +48,7 @@ from overlapc.lowering.schema import (
 )
 from overlapc.lowering.table import OUT_VARIANTS, Impossible
 from overlapc.lowering.target import Target
+from overlapc.runtime.collective_ops import wait_for
 
 aten = torch.ops.aten
 
@@ -428,15 +428,17 @@ class Lowering:
         self.graph.views[view.buffer] = view
         self.latest[root] = view.buffer
 
-    def wait_for(self, tensors: Any) -> None:
+    def wait_for(self, tensors: Any, arguments: Any = ()) -> None:
         """Wait for all tensors in a structure: an op that was called may have left their communication in flight.
 
-        A wait counts as a change of its tensor, so that all readers come after it.
+        A wait counts as a change of its tensor, so that all readers come after it. The tensors among the `arguments`
+        of the op live until then, because the communication may still read them.
         """
-        origin = provenance(self.node)
+        origin, held = provenance(self.node), views_in(self.current(arguments))
         for view in views_in(self.current(tensors)):
             after = self._mutated_name(self.graph.root(view.buffer))
-            self.add(Extern(f"wait_{after.buffer}", WAIT, (view,), {}, None, (after,), pure=False, origin=origin))
+            name, args = f"wait_{after.buffer}", (view, *held)
+            self.add(Extern(name, wait_for, args, {}, None, (after,), pure=False, origin=origin))
             self.rename(after)
 
     def results_of(self, call: Extern) -> Any:

@@ -337,7 +337,7 @@ class GraphLowering:
             for view in call.mutates:
                 self.context.rename(view)
             if not comm.comm.safe:
-                self.context.wait_for((call.result, call.mutates))
+                self.context.wait_for((call.result, call.mutates), call.arguments)
             return self.context.results_of(call)
         self.context.add(Start(node.name, call, comm.comm, provenance(node)))
         for view in call.mutates:

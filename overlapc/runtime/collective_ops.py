@@ -30,6 +30,11 @@ def backend_of(group_name: str, device_type: str) -> str:
         return ""
 
 
+def wait_for(tensor: Tensor, *held: Tensor) -> None:
+    """Wait for the collective that fills `tensor`; it may read the other arguments, which live until it is done."""
+    _c10d.wait_tensor(tensor)
+
+
 def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
     """Gather tensors of several dtypes along dim 0 in one launch; the results have to be waited for, as torch's do.
 

@@ -66,7 +66,6 @@ class Lifecycle:
         # The caller's memory, which may outlive the run. Weak references prevent another storage from getting a key.
         self._given = {_key(each): _weak(each) for each in inputs if isinstance(each, Tensor)}
         self._guarded: dict[int, int] = {}  # key -> bytes before the guard
-        self._carried: set[int] = set()  # keys of a collective's arguments and results
         self._flights: list[_Flight] = []
 
     # --- memory that begins to be used
@@ -171,7 +170,6 @@ class Lifecycle:
         waited: the names that the graph waits for.
         """
         tensors = {name: value for name, value in (*given.items(), *results.items()) if _has_memory(value)}
-        self._carried |= {_key(value) for value in tensors.values()}
         writes = {name: _place(tensors[name]) for name in waited if name in tensors}
         if writes:
             reads = [(name, _place(value)) for name, value in given.items() if _has_memory(value)]
@@ -183,7 +181,6 @@ class Lifecycle:
         """Note that the collective that fills `name` is done."""
         if not _has_memory(tensor):
             return
-        self._carried.add(_key(tensor))
         for flight in self._flights:
             flight.writes.pop(name, None)
         self._flights = [flight for flight in self._flights if flight.writes]
@@ -221,10 +218,9 @@ class Lifecycle:
             self._bytes -= entry.bytes
             if entry.key in self._given:
                 continue
-            if not self._is_freed(entry):
+            if not _is_freed(entry.storage):
                 raise self._error(name, "was freed by the plan, but something still holds its memory")
             self._guarded.pop(entry.key, None)  # another storage may get this key
-            self._carried.discard(entry.key)
 
     def returned(self, values: Mapping[str, object]) -> None:
         """Check at the end of the graph, which returns `values`: all other memory must have been freed."""
@@ -238,19 +234,6 @@ class Lifecycle:
             if isinstance(value, Tensor) and _has_memory(value):
                 self._check_guard(name, value, "")
         last_peak_bytes[self.graph] = self.peak_bytes
-
-    def _is_freed(self, entry: _Live) -> bool:
-        """Whether a storage has no owner left.
-
-        gloo's worker ends the wait for a collective before it releases the collective's tensors, so it may be their
-        last owner for a moment.
-        """
-        ends = time.monotonic() + (_RELEASE_TIMEOUT_S if entry.key in self._carried else 0)
-        while not entry.storage.expired():
-            if time.monotonic() > ends:
-                return False
-            time.sleep(1e-4)
-        return True
 
     # --- helpers
 
@@ -298,6 +281,20 @@ def _key(tensor: object) -> int:
 
 def _weak(tensor: Tensor) -> StorageWeakRef | None:
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None
+
+
+def _is_freed(storage: StorageWeakRef) -> bool:
+    """Whether a storage has no owner left.
+
+    gloo's worker ends the wait for a collective before it releases the collective's tensors, so it may be their last
+    owner for a moment, whichever call launched the collective.
+    """
+    ends = time.monotonic() + _RELEASE_TIMEOUT_S
+    while not storage.expired():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(1e-4)
+    return True
 
 
 def _has_memory(value: object) -> bool:

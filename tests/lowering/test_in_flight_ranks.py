@@ -22,7 +22,7 @@ def world() -> str:
 
 def into_given_memory(x: Tensor) -> Tensor:
     out = torch.zeros(2 * SIZE)
-    c10d.wait_tensor(c10d.all_gather_into_tensor_out(x, 2, world(), out=out))
+    c10d.wait_tensor(c10d.all_gather_into_tensor_out(x * 2, 2, world(), out=out))
     return out + 1
 
 
@@ -102,12 +102,17 @@ def define() -> torch.library.Library:
 def right(transport: str) -> dict[str, bool]:
     library = define()
     x = torch.arange(SIZE) % 7 + float(dist.get_rank())
-    options = {"warm_start": False, "rank_timeout": 60.0, "transport": transport}
     found = {}
     for case in CASES:
         want = case(x)
-        for _ in range(2):
+        for checked in (False, True):  # with the check, memory that is freed too early is NaN
             torch._dynamo.reset()
+            options = {
+                "warm_start": False,
+                "rank_timeout": 60.0,
+                "transport": transport,
+                "check_lifecycle": checked,
+            }
             compiled = torch.compile(case, backend="overlapc", options=options)
             compiled(x)  # while it compiles, what eager code launched arrives
             got = compiled(x)
