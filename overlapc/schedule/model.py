@@ -356,6 +356,9 @@ class _Index:
                 if name in producer:
                     raise ScheduleError(f"{node.name} and {schedule.nodes[producer[name]].name} both define {name}")
                 producer[name] = at
+        like = schedule.like
+        known = None if like is None or like.buffers is not schedule.buffers else like._index.root
+        root = _roots(schedule.buffers) if known is None else known  # raises if aliases are a circle
         start_of: dict[int, int] = {}
         wait_of: dict[int, int] = {}
         for at, node in enumerate(schedule.nodes):
@@ -365,9 +368,7 @@ class _Index:
             if found is not None:
                 start_of[at] = found
                 wait_of.setdefault(found, at)
-        like = schedule.like
-        known = None if like is None or like.buffers is not schedule.buffers else like._index.root
-        return cls(position, producer, _roots(schedule.buffers) if known is None else known, start_of, wait_of)
+        return cls(position, producer, root, start_of, wait_of)
 
     @classmethod
     def reordered(cls, base: Schedule, schedule: Schedule) -> _Index | None:

@@ -69,9 +69,10 @@ def test_names_are_defined_once():
         twice.position("a")
 
 
-def test_an_alias_of_itself_is_refused():
-    with pytest.raises(ScheduleError, match="alias"):
-        parse("a = kernel(x) : =b; b = kernel(x) : =a").root("a")
+@pytest.mark.parametrize("text", ["a = kernel(x) : =b; b = kernel(x) : =a", "a = view(b); b = wait(a)"])
+def test_an_alias_of_itself_is_refused(text):
+    with pytest.raises(ScheduleError, match="alias of itself"):
+        parse(text).root("a")
 
 
 @given(schedules(), st.data())
