@@ -99,7 +99,10 @@ def stored_copies(copies: Mapping[str, Copied]) -> list[StoredCopies]:
 
 
 def copying(schedule: Schedule) -> Copying:
-    """Collect the collectives by copies of `schedule` and the events that determine their slots in the pools."""
+    """Collect the collectives by copies of `schedule` and the events that determine their slots in the pools.
+
+    ScheduleError if a slot is used until the end, because a collective that reads or fills it has no wait.
+    """
     groups: dict[str, _GroupCopies] = {}
     start_of: dict[str, Node] = {}  # result of a copied collective -> its start
     forms = forms_of(schedule)
@@ -112,6 +115,7 @@ def copying(schedule: Schedule) -> Copying:
                 start_of[root] = node
     brought, written = pooled(schedule).brought, pooled(schedule).written
     taken: set[str] = set()
+    released: set[str] = set()
 
     def take(root: str) -> None:
         if root not in taken:
@@ -124,6 +128,7 @@ def copying(schedule: Schedule) -> Copying:
     def release(root: str) -> None:
         of_group = groups[start_of[root].group]
         of_group.events.append(Release(of_group.tensors[root]))
+        released.add(root)
 
     for at, (node, frees) in enumerate(zip(schedule.nodes, analyze(schedule).frees, strict=True)):
         for shard in node.writes:
@@ -145,7 +150,19 @@ def copying(schedule: Schedule) -> Copying:
         for root in frees:
             if root in brought:
                 release(root)
+    if taken != released:
+        _check_waited(schedule, taken - released)
     return Copying(schedule, groups)
+
+
+def _check_waited(schedule: Schedule, used: set[str]) -> None:
+    """Raise ScheduleError for a start without a wait that uses one of the buffers `used`, which are in a pool."""
+    for start in schedule.starts():
+        if schedule.wait_of(start) is None and not used.isdisjoint(map(schedule.root, (*start.reads, *start.writes))):
+            raise ScheduleError(
+                f"{schedule.name}: {start.name} uses memory of collectives by copies, and is never waited for\n"
+                f"hint: a wait for its result, such as `w = wait({start.name})`, releases that memory"
+            )
 
 
 def forms_of(schedule: Schedule) -> dict[str, Form]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from overlapc.codegen.copies import copying, forms_of, peak_with_pools
+from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import HEAD_BYTES
 from overlapc.runtime.copies.pool import Form
 from overlapc.schedule.memory import analyze
@@ -36,6 +37,20 @@ def test_slots_are_reused_once_their_collective_has_been_read():
     assert [begin.settled for begin in layout.begins] == [-1, 0, 0, 2]
     (each,) = graph.wanted(layouts, {"dp": "17"})
     assert (each.group, each.name, each.ranks, each.bytes) == ("17", "dp", (0, 1, 2, 3), HEAD_BYTES + 2 * room)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = all_gather(p) @dp(4) via copy : 4KiB; k = kernel(p) : 1KiB; return k",
+        "g = all_gather(p) @dp(4) via copy : 4KiB; w = wait(g); a = all_reduce(w) @dp(4) : =w",
+    ],
+    ids=["by copies", "reading what copies gathered"],
+)
+def test_a_start_that_is_never_waited_for_is_named(text):
+    schedule = parse(f"p = input : 1KiB; {text}")
+    with pytest.raises(ScheduleError, match="a uses memory of collectives by copies, and is never waited for"):
+        copying(schedule)
 
 
 def test_peak_memory_counts_a_pool_once():
