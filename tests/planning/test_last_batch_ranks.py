@@ -127,16 +127,16 @@ def texts() -> list[list[Tensor]]:
     return [[torch.randint(128, (length,), generator=generator) for length in step] for step in LENGTHS]
 
 
-def begins_with_other_sizes(cache: str) -> list[list[float]]:
+def begins_with_other_sizes(cache: str, device: str = "cpu") -> list[list[float]]:
     """Return the losses with empty caches, and those of a process that finds all graphs on disk."""
     torch.set_num_threads(1)
     losses = []
     for _ in range(2):
         torch._dynamo.reset()
         peers_of().agreed.clear()
-        sharded = words()
+        sharded = words().to(device)
         for part in (*sharded, sharded):
-            overlapc.fully_shard(part, init_device_mesh("cpu", (2,)))
+            overlapc.fully_shard(part, init_device_mesh(device, (2,)))
         options = {"rank_timeout": 20.0, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
         losses.append(steps_of(sharded, texts(), options)[0])
     return losses
