@@ -43,7 +43,8 @@ _SHOWN_VARIANTS = 4  # different texts that an error shows; further ones are onl
 _SHOWN_CHARS = 200  # characters of a line that an error shows
 _SAME_CODE = (
     "every rank must run the same model code on inputs of the same kinds; look for branches on the rank, and for"
-    " batch sizes of 0 or 1 on some ranks only, for which torch traces separate graphs (use drop_last, or pad them)"
+    " batch sizes of 0 or 1 on some ranks only, for which torch traces separate graphs (use drop_last, or pad them);"
+    " with dynamic=False, all ranks need batches of the same sizes"
 )
 _SAME_OPTIONS = (
     "the graphs are equal, so the ranks plan them differently: give all ranks the same options (and OVERLAPC_"

@@ -59,7 +59,7 @@ class GraphToFuse:
         count("graphs_not_fused")
         warnings.warn(
             f"{self.name}: ranks would fuse its kernels in different ways, because some of its tensors have other sizes"
-            " on other ranks; its kernels are not fused\nhint: use sizes that all ranks divide evenly",
+            " on other ranks; its kernels are not fused\nhint: they are fused if all ranks have the same sizes, or symbolic ones (not with dynamic=False)",
             stacklevel=2,
         )
         lowered = self._lowered({})
