@@ -59,7 +59,8 @@ class GraphToFuse:
         count("graphs_not_fused")
         warnings.warn(
             f"{self.name}: its kernels are not fused, because some of its tensors have other sizes on other ranks,"
-            " which would fuse them in other ways\nhint: give all ranks the same sizes, or symbolic ones (no dynamic=False)",
+            " which would fuse them in other ways"
+            "\nhint: give all ranks the same sizes, or symbolic ones (no dynamic=False)",
             stacklevel=2,
         )
         lowered = self._lowered({})
