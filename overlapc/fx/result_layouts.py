@@ -18,6 +18,8 @@ from torch._prims_common import compute_elementwise_output_logical_to_physical_p
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
+from overlapc.fx.sizes import same_sizes
+
 aten = torch.ops.aten
 
 # Ops that are element-wise in eager, but that torch does not tag as such.
@@ -191,7 +193,7 @@ def _indexed(x: Tensor, indices: list[Tensor | None]) -> Any:
         return NotImplemented
     with disable_proxy_modes_tracing():
         given = list(torch.broadcast_tensors(*given))
-        if x.device.type != "cpu" and len({index.stride() for index in given}) > 1:
+        if x.device.type != "cpu" and not all(same_sizes(index.stride(), given[0].stride()) for index in given):
             given = [index.contiguous() for index in given]
         places = [dim for dim, index in enumerate(indices) if index is not None]
         kept = [dim for dim in range(x.dim()) if dim not in places]
