@@ -29,12 +29,12 @@ from overlapc.fx.versions.dynamo import ends_in_break
 from overlapc.graph_names import BACKWARD, FORWARD, graph_name
 from overlapc.parallel.separate_blocks import compiled_alone
 from overlapc.passes.base import Context
-from overlapc.planning.agreed import Captured, key_of, to_follow
+from overlapc.planning.agreed import KEPT_GATHERS, KeptGathers, key_of, to_follow
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.copy_rules import rank_in_graphs
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import device_types
-from overlapc.planning.graph_planner import BESIDE_POOLS, Planned, described
+from overlapc.planning.graph_planner import Planned, described
 from overlapc.planning.keep_gathered import Step, kept_gathers
 from overlapc.planning.plan_graph import peers_of_graph, plan_graph, without_measuring_kernels
 from overlapc.planning.rank_notes import notes_of
@@ -93,12 +93,12 @@ def _divided(
     if reason:
         count(f"parameters not kept gathered: {reason}")
         return _noted((forward, backward), GatherChoice(frozenset(), gathers, f"none are kept: {reason}"))
-    kept = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, will_run).made()
+    kept = _Choice(forward, backward, gathers, config, number, will_run).made()
     choice = GatherChoice(frozenset(kept.gathers), gathers, kept.why)
     if kept.gathers:
         count("gathers_kept_for_backward", len(kept.gathers))
         forward, backward = partition(again, joint_inputs, keep=kept.gathers, **options)
-    forward.meta[BESIDE_POOLS] = kept.beside_pools_bytes
+    forward.meta[KEPT_GATHERS] = kept
     return _noted((forward, backward), choice)
 
 
@@ -128,16 +128,6 @@ def _unfit(config: Config, *graphs: GraphModule) -> str:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """The choice that ranks made for one forward graph."""
-
-    captured: Captured
-    gathers: tuple[str, ...]
-    why: str  # reason why no more parameters stay gathered
-    beside_pools_bytes: int  # peak bytes of backward outside of the shared memory for copies
-
-
-@dataclass(frozen=True)
 class _Choice:
     """Chooses which of `gathers` forward saves for backward."""
 
@@ -148,23 +138,21 @@ class _Choice:
     number: int
     will_run: bool
 
-    def made(self) -> _Kept:
+    def made(self) -> KeptGathers:
         """Return the choice, the same on all ranks."""
         communication = described(find_collectives(self.forward.graph, self.config.safe_communication))
         peers = peers_of_graph(communication, self.config)
         if peers is None:  # ranks could choose differently, each by its own estimates
             reason = "ranks do not exchange data while compiling (see rank_check)"
             count(f"parameters not kept gathered: {reason}")
-            return _Kept((), (), f"none are kept: {reason}", 0)
+            return KeptGathers((), (), f"none are kept: {reason}", 0)
         captured = tuple((node.name, found.comm) for node, found in communication.items())
-        key = key_of("gathers", self.config)
-        known: list[_Kept] = peers.agreed[key] if key is not None else []
+        key = key_of(KEPT_GATHERS, self.config)
+        known: list[KeptGathers] = peers.agreed[key] if key is not None else []
         followed = to_follow(known, captured, peers)
         if followed is not None:  # other ranks may not be compiling now
             return followed.agreed
-        meeting = partial(
-            peers.agreement, "kept gathered", self.config.rank_timeout, notes_of(self.forward, self.config)
-        )
+        meeting = partial(peers.agreement, KEPT_GATHERS, self.config.rank_timeout, notes_of(self.forward, self.config))
         place = self._place_on_disk()
         with meeting() as agreement:
             choices = agreement.exchange("parameters that stay gathered", _read(place, self.config))
@@ -175,7 +163,7 @@ class _Choice:
             if place is not None:
                 _choices(self.config.cache_dir).put(place, _SUFFIX, choices[0])
         kept, why, beside_pools_bytes = json.loads(choices[0])
-        known.append(_Kept(captured, tuple(kept), why, beside_pools_bytes))
+        known.append(KeptGathers(captured, tuple(kept), why, beside_pools_bytes))
         return known[-1]
 
     def _planned(self) -> tuple[tuple[str, ...], str, int]:
@@ -189,7 +177,7 @@ class _Choice:
 
     def _schedule(self, gm: GraphModule, name: str) -> tuple[Schedule, Context]:
         """Return the schedule of `gm` before the passes, and their context. `gm` is not changed."""
-        config = replace(self.config, dump=frozenset(), debug=frozenset())
+        config = replace(without_measuring_kernels(self.config), dump=frozenset(), debug=frozenset())
         planned = plan_graph(
             GraphModule(gm, copied(gm.graph)),
             config=config,

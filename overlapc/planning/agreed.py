@@ -23,9 +23,21 @@ from overlapc.runtime.cache import content_key
 from overlapc.schedule.collective_kinds import equal_sizes
 from overlapc.schedule.model import Comm
 
+KEPT_GATHERS = "kept gathered"  # name of the choice of `KeptGathers`, and its key in `GraphModule.meta`
+
 Key = tuple[object, ...]
 Captured = tuple[tuple[str, Comm], ...]  # (name, collective) of a graph, in program order
 Launch = tuple[str, tuple[str, ...]]  # name, and the captured collectives that it launches together
+
+
+@dataclass(frozen=True)
+class KeptGathers:
+    """Which gathers a forward saves for its backward, as ranks agreed."""
+
+    captured: Captured  # the collectives of the forward before the choice
+    gathers: tuple[str, ...]
+    why: str  # reason why no more parameters stay gathered
+    beside_pools_bytes: int  # peak bytes of backward outside of the shared memory for copies
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class Agreed:
     sizes: dict[tuple[int, ...], str] = field(default_factory=dict)  # hashes of the text that ranks of a group compare
     captured: Captured = ()  # the collectives before transports are chosen; `to_follow` compares them
     packing: CopyCosts = CopyCosts(0.0, 0.0, 0.0)  # by which collectives were packed, from the profile of all ranks
+    kept: KeptGathers | None = None  # in a forward whose backward would gather parameters again
 
     @property
     def order(self) -> str:
@@ -180,13 +193,21 @@ def common_step(
         copies = reopened(cached, config, agreement)
     if copies is not None:
         for graph in cached:
-            key = key_of(graph.name, config)
-            if graph.agreed is not None and key is not None:
-                _peers_of(graph.agreed, config).agreed[key].append(graph.agreed)
+            if graph.agreed is not None:
+                _note(graph.agreed, graph.name, config)
+                if graph.agreed.kept is not None:
+                    _note(graph.agreed.kept, KEPT_GATHERS, config)
     return copies
 
 
-def _peers_of(agreed: Agreed, config: Config) -> Peers:
+def _note(agreed: _HasCaptured, name: str, config: Config) -> None:
+    """Note what ranks agreed on about a graph, or the choice called `name`, for later graphs of the function."""
+    key = key_of(name, config)
+    if key is not None:
+        _peers_of(agreed, config).agreed[key].append(agreed)
+
+
+def _peers_of(agreed: _HasCaptured, config: Config) -> Peers:
     return peers_of_collectives((comm for _, comm in agreed.captured), config)
 
 

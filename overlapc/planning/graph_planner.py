@@ -30,7 +30,7 @@ from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start
 from overlapc.lowering import Communication
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
-from overlapc.planning.agreed import Agreed, Followed
+from overlapc.planning.agreed import KEPT_GATHERS, Agreed, Followed, KeptGathers
 from overlapc.planning.agreed_order import SlotsInUse, agreed_on, follow, may_run_beside
 from overlapc.planning.copy_rules import AUTO, CopyRules
 from overlapc.planning.dumps import Dumps
@@ -49,9 +49,6 @@ from overlapc.schedule.collective_kinds import equal_sizes
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 from overlapc.units import human_bytes
-
-# Key in `GraphModule.meta` of a forward: backward's peak bytes outside of the shared memory for copies, if known.
-BESIDE_POOLS = "overlapc_beside_pools"
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class GraphPlanner:
         elif self.followed is None:
             with phase("passes"):
                 result = run_pipeline(schedule, context)
-            if BESIDE_POOLS in self.gm.meta:  # reports state the memory of this graph alone
+            if KEPT_GATHERS in self.gm.meta:  # reports state the memory of this graph alone
                 result = replace(result, incoming_peak_bytes=peak_with_pools(schedule))
         else:
             result = _following(self.followed, schedule, context, transports)
@@ -197,7 +194,8 @@ class GraphPlanner:
         forward = record.forward(self.name)
         # Backward runs beside the shared memory of its forward's copies: a forward leaves room for what its backward
         # needs.
-        peak_of = partial(peak_before, beside_pools_bytes=self.gm.meta.get(BESIDE_POOLS, 0))
+        kept: KeptGathers | None = self.gm.meta.get(KEPT_GATHERS)
+        peak_of = partial(peak_before, beside_pools_bytes=0 if kept is None else kept.beside_pools_bytes)
         if forward is not None:
             peak_of = partial(peak_with_pools, at_least_bytes=forward.pool_bytes)
         return replace(

@@ -30,7 +30,7 @@ from overlapc.fx.random import draw_once
 from overlapc.fx.written_numbers import fill_empty_constants
 from overlapc.graph_names import is_backward, kind_of
 from overlapc.lowering import Communication
-from overlapc.planning.agreed import Agreed, Followed, key_of, peers_of_collectives, to_follow
+from overlapc.planning.agreed import KEPT_GATHERS, Agreed, Followed, key_of, peers_of_collectives, to_follow
 from overlapc.planning.agreed_order import may_run_beside
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
@@ -122,7 +122,8 @@ def plan_graph(
         count("graphs_in_an_agreed_order")
     if planned.agreed is not None and not alone:
         graph, sizes = order_hash(text.lines), hashes_of(text.sizes)
-        agreed = replace(planned.agreed, graph=graph, sizes=sizes, captured=captured, packing=packing)
+        kept = gm.meta.get(KEPT_GATHERS)
+        agreed = replace(planned.agreed, graph=graph, sizes=sizes, captured=captured, packing=packing, kept=kept)
         known.append(agreed)
         planned = replace(planned, agreed=agreed)
     counts = {} if is_backward(name) else attention_counts(gm.graph)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import overlapc
+from overlapc.agreement import rank_agreement
 from overlapc.report import record
 from overlapc.report.kept_gathered import gathered_lines
 from overlapc.runtime.counters import counted
@@ -184,7 +186,7 @@ def test_every_way_to_use_a_step_gives_equal_results(tmp_path: Path) -> None:
             assert all(map(torch.equal, kept[way], without[way])), way
 
 
-def smaller_batch(cache: str) -> tuple[list[float], list[int], int]:
+def smaller_batch(cache: str) -> dict[str, Any]:
     """Run two steps; in the second, the batch of one rank has another size."""
     torch.set_num_threads(1)
     torch._dynamo.utils.counters.clear()
@@ -192,14 +194,26 @@ def smaller_batch(cache: str) -> tuple[list[float], list[int], int]:
     for each in sharded:
         overlapc.fully_shard(each)
     overlapc.fully_shard(sharded)
-    options = {**QUICK, "cache_dir": f"{cache}/{dist.get_rank()}", "memory_budget": LARGE}
-    return *steps_of(sharded, batches()[:2], options), counted(KEPT)
+    options = {**QUICK, "cache_dir": f"{cache}/{dist.get_rank()}", "memory_budget": LARGE, "warm_start": True}
+    losses, alone = steps_of(sharded, batches()[:2], options)
+    return {"losses": losses, "alone": alone[-1] > 0, "kept": counted(KEPT), "from disk": counted("steps_from_cache")}
 
 
-def test_a_rank_that_recompiles_alone_keeps_the_agreed_choice(tmp_path: Path) -> None:
+def two_starts(cache: str) -> list[dict[str, Any]]:
+    """Run these steps in two jobs; the second one finds the step of the first batch on disk."""
+    cold = smaller_batch(cache)
+    torch._dynamo.reset()
+    rank_agreement._process = rank_agreement._Process()  # as another job
+    return [cold, smaller_batch(cache)]
+
+
+def test_a_rank_that_recompiles_alone_keeps_the_agreed_choice_even_if_that_comes_from_disk(tmp_path: Path) -> None:
     want = losses_of_one_process(batches()[:2])
-    ranks = values_on_ranks(smaller_batch, 2, str(tmp_path), timeout_s=240)
-    assert all(kept > 0 for _, _, kept in ranks)
-    assert [alone[-1] > 0 for _, alone, _ in ranks] == [False, True]
-    losses = [sum(pair) / 2 for pair in zip(*(losses for losses, _, _ in ranks), strict=True)]
-    assert all(abs(a - b) < 1e-4 * abs(b) for a, b in zip(losses, want, strict=True))
+    (first, first_warm), (second, second_warm) = values_on_ranks(two_starts, 2, str(tmp_path), timeout_s=240)
+    for seen in (first, first_warm, second, second_warm):
+        assert seen["losses"] == pytest.approx(want, rel=1e-4)
+    assert first["kept"] > 0
+    assert second["kept"] == 2 * first["kept"]
+    assert (first_warm["kept"], second_warm["kept"]) == (0, first["kept"])  # of the recompiled graph
+    assert [seen["alone"] for seen in (first, second)] == [False, True]
+    assert first_warm["from disk"] == second_warm["from disk"] == 1
