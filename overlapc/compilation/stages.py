@@ -25,6 +25,7 @@ from overlapc.compilation.kept_parameters import choice_of, partition_of
 from overlapc.compilation.recording import counts_of, record_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
+from overlapc.fx.captured.layout_inputs import without_layout_inputs
 from overlapc.fx.comm.collectives import communicates
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
 from overlapc.fx.versions.dynamo import compiled_autograd
@@ -71,6 +72,10 @@ def compile_step(
     divide = partition_of(gm, config, number, will_run=True)
     if compiled_autograd(gm):
         return step_of(compile_graph, gm, example_inputs, config, number, divide)
+    without, rest = without_layout_inputs(gm)
+    if without is not gm:
+        step = compile_step(without, [example_inputs[at] for at in rest], config, number, key, agree)
+        return lambda *inputs: step(*[inputs[at] for at in rest])
     watch = StepWatch(gm, example_inputs, key, config.cache_dir)
 
     def noting(use: Callable[..., Any]) -> Callable[..., Any]:

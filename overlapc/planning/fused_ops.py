@@ -188,9 +188,13 @@ def device_types(gm: GraphModule) -> set[str]:
 
 
 def _share_hints(lowered: LoweredGraph, agreement: GraphAgreement | None) -> None:
-    """Replace the size hints of symbols by their medians over ranks, so that all ranks plan for the same sizes."""
-    if agreement is None or not lowered.size_hints:
+    """Replace the hints of symbols in sizes by their medians over ranks, so that all ranks plan for the same sizes.
+
+    Other symbols, in storage offsets and strides, need not be in the graph of every rank.
+    """
+    in_sizes = {str(each) for view in lowered.views.values() for size in view.layout.size for each in size.free_symbols}
+    hints = [(symbol, hint) for symbol, hint in lowered.size_hints.items() if symbol in in_sizes]
+    if agreement is None or not hints:
         return
-    agreed = agreement.agree_on_medians({f"size {at}": hint for at, hint in enumerate(lowered.size_hints.values())})
-    for at, symbol in enumerate(lowered.size_hints):
-        lowered.size_hints[symbol] = round(agreed[f"size {at}"])
+    agreed = agreement.agree_on_medians({f"size {at}": hint for at, (_, hint) in enumerate(hints)})
+    lowered.size_hints.update((symbol, round(agreed[f"size {at}"])) for at, (symbol, _) in enumerate(hints))

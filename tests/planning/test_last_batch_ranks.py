@@ -232,6 +232,37 @@ def test_a_step_that_reduces_in_another_dtype_than_an_earlier_one_follows_it():
         assert copied > 0
 
 
+class Sliced(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[1:])
+
+
+def parts_of_tensors() -> list[list[Tensor]]:
+    """Return the ranks' batches, of which only rank 1's have a storage offset, and in the second step gaps."""
+    generator = torch.Generator().manual_seed(3)
+    rows, columns = torch.randn(2, 8, 16, generator=generator), torch.randn(8, 48, generator=generator)
+    steps = [list(rows), [columns[:, :16].contiguous(), columns[:, 20:36]]]
+    for x in (x for step in steps for x in step):
+        torch._dynamo.mark_dynamic(x, 0)
+    return steps
+
+
+def train_on_parts() -> list[float]:
+    torch.set_num_threads(1)
+    losses = []
+    for step in parts_of_tensors():
+        torch._dynamo.reset()
+        sharded = overlapc.fully_shard(Sliced(*model()), init_device_mesh("cpu", (2,)))
+        losses += steps_of(sharded, [step], {"rank_timeout": 20.0, "warm_start": False})[0]
+    return losses
+
+
+def test_batches_may_lie_in_memory_differently_on_each_rank() -> None:
+    expected = [losses_of_one_process([[x[1:] for x in step]])[0] for step in parts_of_tensors()]
+    for losses in values_on_ranks(train_on_parts, 2, timeout_s=120):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 class Broken(nn.Sequential):
     """Two compiled functions: the backward of the first is compiled after that of the second."""
 
