@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -23,14 +23,14 @@ from overlapc.fx.comm.exchange import may_be_exchanged, travelling_bytes
 from overlapc.fx.comm.fsdp2 import clean_up
 from overlapc.fx.comm.group_names import GroupNames
 from overlapc.fx.comm.inferred_labels import infer_labels
-from overlapc.fx.comm.pack import CopyCosts, pack
+from overlapc.fx.comm.pack import CopyCosts, pack, packed_starts
 from overlapc.fx.control import inline_control_deps
 from overlapc.fx.masks.attention_masks import attention_counts, attention_kernels
 from overlapc.fx.random import draw_once
 from overlapc.fx.written_numbers import fill_empty_constants
 from overlapc.graph_names import is_backward, kind_of
 from overlapc.lowering import Communication
-from overlapc.planning.agreed import KEPT_GATHERS, Agreed, Followed, key_of, peers_of_collectives, to_follow
+from overlapc.planning.agreed import KEPT_GATHERS, Agreed, Captured, Followed, key_of, peers_of_collectives, to_follow
 from overlapc.planning.agreed_order import may_run_beside
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
@@ -42,6 +42,8 @@ from overlapc.planning.rank_notes import notes_of
 from overlapc.runtime.counters import count
 from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.model import Comm
+
+_NO_PACKING = CopyCosts(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ def plan_graph(
     peers = peers_of_graph(communication, config)
     profile = profile_of(config, device_types(gm))
     by_copies = considers_copies(config, profile)
-    captured = tuple((collective.start.name, as_sent(collective, by_copies)) for collective in collectives)
     key = key_of(name, config) if peers and not schedule_only else None
     known: list[Agreed] = peers.agreed[key] if peers is not None and key is not None else []
+    captured = _captured(gm, collectives, by_copies, known[0].packing if known else _NO_PACKING)
     followed = to_follow(known, captured, peers) if peers is not None else None
     if followed is not None:
         config = without_measuring_kernels(config)
@@ -99,9 +101,10 @@ def plan_graph(
             return Reused(copies)
         if agreement is not None:
             profile = agreement.agree_on_profile(profile)
+        packing = _copy_costs(profile) if followed is None else followed.agreed.packing
+        captured = _captured(gm, collectives, by_copies, packing)
         if agreement is not None or followed is not None or not will_run:  # ranks have the same collectives to remove
             drop_unread(gm)
-        packing = _copy_costs(profile) if followed is None else followed.agreed.packing
         if pack(gm, packing):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
         planner = GraphPlanner(
@@ -196,7 +199,13 @@ def peers_of_graph(communication: Mapping[Node, Communication], config: Config) 
     return peers_of_collectives((found.comm for found in communication.values()), config)
 
 
-def as_sent(collective: Collective, by_copies: bool) -> Comm:
+def _captured(gm: GraphModule, collectives: Sequence[Collective], by_copies: bool, packing: CopyCosts) -> Captured:
+    """Return the collectives as `to_follow` compares them. packing: costs by which they are packed."""
+    packed = packed_starts(gm.graph, packing)
+    return tuple((each.start.name, as_sent(each, by_copies, each.start in packed)) for each in collectives)
+
+
+def as_sent(collective: Collective, by_copies: bool, packed: bool = False) -> Comm:
     """Return the collective with the bytes that it sends, and with the transport that it has where copies reach its
     ranks. by_copies: whether copies may carry collectives.
 
@@ -205,11 +214,11 @@ def as_sent(collective: Collective, by_copies: bool) -> Comm:
     send bfloat16 (all ranks take such a step together, so all of them compile its graph).
 
     A collective whose result is not read is marked, because it is removed: a graph that runs it cannot follow one that
-    does not.
+    does not. So is one that is `packed` together with others, which depends on strides and on which sizes are symbolic.
     """
     start, comm = collective.start, collective.comm
-    if collective.unread:
-        comm = replace(comm, variant=f"{comm.variant} unread")
+    if collective.unread or packed:
+        comm = replace(comm, variant=f"{comm.variant} {'unread' if collective.unread else 'packed'}")
     sent = replace(comm, bytes=travelling_bytes(start)) if may_be_exchanged(start) else comm
     return replace(sent, via=COPY) if by_copies and form_refused(collective) is None else sent
 

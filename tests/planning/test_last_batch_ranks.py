@@ -292,15 +292,21 @@ def test_a_backward_compiled_after_a_later_forward_is_no_reset() -> None:
     assert (first[1:], second[1:]) == (([0, 0], [4, 1]), ([0, 4], [4, 1]))
 
 
+def profile_in(folder: str, tensor_ns: float) -> str:
+    """Write this rank's profile, in which one more tensor adds this time to a collective; return its path."""
+    profile = json.loads(profile_path("h200-nvlink").read_text())
+    profile["quantities"]["coalesced_tensor_ns"]["value"] = tensor_ns
+    path = Path(folder, f"{dist.get_rank()}.json")
+    path.write_text(json.dumps(profile))
+    return str(path)
+
+
 def with_own_profiles(folder: str) -> list[float]:
     """Train where hosts have measured other times: by its own, rank 1 would pack no tensors together."""
     torch.set_num_threads(1)
-    profile = json.loads(profile_path("h200-nvlink").read_text())
-    profile["quantities"]["coalesced_tensor_ns"]["value"] = 100.0 if dist.get_rank() else 40_000.0
-    path = Path(folder, f"{dist.get_rank()}.json")
-    path.write_text(json.dumps(profile))
     sharded = overlapc.fully_shard(model(), init_device_mesh("cpu", (2,)))
-    options = {"rank_timeout": 20.0, "native": False, "warm_start": False, "transport": "nccl", "profile": str(path)}
+    options = {"rank_timeout": 20.0, "native": False, "warm_start": False, "transport": "nccl"}
+    options["profile"] = profile_in(folder, 100.0 if dist.get_rank() else 40_000.0)
     losses, _ = steps_of(sharded, batches()[:2], options)
     return losses
 
@@ -308,6 +314,23 @@ def with_own_profiles(folder: str) -> list[float]:
 def test_a_rank_that_compiles_alone_packs_tensors_as_all_ranks_agreed(tmp_path: Path) -> None:
     for losses in values_on_ranks(with_own_profiles, 2, str(tmp_path), timeout_s=120):
         assert losses == pytest.approx(losses_of_one_process(batches()[:2]), rel=1e-5)
+
+
+def gathered(*shards: Tensor) -> list[Tensor]:
+    return [funcol.all_gather_tensor(shard, 0, dist.group.WORLD) + 1 for shard in shards]
+
+
+def other_strides(folder: str) -> list[bool]:
+    """Gather small tensors, which are packed together; then two of them transposed, which are not."""
+    options = {"rank_timeout": 20.0, "warm_start": False, "profile": profile_in(folder, 40_000.0)}
+    call = torch.compile(gathered, backend="overlapc", options=options)
+    shards = list(torch.randn(6, 4, 4))
+    calls = [shards, [*shards[:4], shards[4].t(), shards[5].t()]]
+    return [all(map(torch.equal, call(*each), gathered(*each))) for each in calls]
+
+
+def test_a_graph_follows_none_that_packs_other_tensors(tmp_path: Path) -> None:
+    assert values_on_ranks(other_strides, 2, str(tmp_path), timeout_s=60) == [[True, True]] * 2
 
 
 # Rows of four ranks in two replica groups, each of which holds the whole model.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,8 +65,7 @@ def pack(graph_module: fx.GraphModule, costs: CopyCosts) -> int:
     graph = graph_module.graph
     packed = 0
     for find, write in ((_gathers, _pack_gathers), (_reductions, _pack_reductions)):
-        found = [member for member in find(graph) if member.input.is_contiguous()]  # it is viewed as one dim
-        for members in _worth_it(found, costs):
+        for members in _worth_it(find(graph), costs):
             write(members)
             packed += len(members)
             for member in members:
@@ -76,6 +75,12 @@ def pack(graph_module: fx.GraphModule, costs: CopyCosts) -> int:
         graph.lint()
         graph_module.recompile()
     return packed
+
+
+def packed_starts(graph: fx.Graph, costs: CopyCosts) -> set[fx.Node]:
+    """Return the collectives that `pack` would pack."""
+    runs = (members for find in (_gathers, _reductions) for members in _worth_it(find(graph), costs))
+    return {member.start for members in runs for member in members}
 
 
 def _gathers(graph: fx.Graph) -> Iterator[_Member]:
@@ -104,9 +109,10 @@ def _reductions(graph: fx.Graph) -> Iterator[_Member]:
             yield _Member(label, start, wait, tuple(behind))
 
 
-def _worth_it(members: Sequence[_Member], costs: CopyCosts) -> Iterator[list[_Member]]:
+def _worth_it(members: Iterable[_Member], costs: CopyCosts) -> Iterator[list[_Member]]:
     """Yield, for each run of members that are alike, the ones that are faster to copy, if packing them saves time."""
-    for _, run in itertools.groupby(members, key=lambda member: member.alike):
+    viewed = [member for member in members if member.input.is_contiguous()]  # as one dim
+    for _, run in itertools.groupby(viewed, key=lambda member: member.alike):
         saved_ns = {member: _saved_ns(member, costs) for member in run}
         small = [member for member, ns in saved_ns.items() if ns > 0]
         if len(small) > 1 and sum(saved_ns[member] for member in small) > costs.tensor_ns + costs.kernel_ns:
