@@ -38,6 +38,7 @@ _DTYPES = {
     torch.bool: "b8",
 }
 _EQUAL_SIZES = tuple(kind.op for kind in KINDS.values() if kind.equal_sizes)
+_SIZES = ("offset", "size", "step")  # arguments of type int, of `diagonal` and `unfold`, that are no dims
 _SIZE = "#"  # replaces a number in which ranks may differ
 
 
@@ -49,6 +50,7 @@ class _Signature:
     positional: tuple[tuple[str, bool], ...] = ()  # (argument, whether its numbers are printed)
     keeps: Mapping[str, bool] | None = None  # the same by name, including keyword-only arguments
     keeps_numbers: bool = False  # the same for arguments that the schema does not name
+    defaults: frozenset[tuple[str, str]] = frozenset()  # (argument, text) that the graph of another rank may omit
     equal_sizes: bool = False  # a collective that needs equal sizes on all ranks of its group
 
 
@@ -121,11 +123,15 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], groups: Groups) -> str:
         name, keep = signature.positional[index] if index < len(signature.positional) else ("", signature.keeps_numbers)
         if index and _takes_a_part(node):
             keep = False
-        parts.append(_argument(name, value, keep, names, groups))
+        parts.append((name, _argument(name, value, keep, names, groups)))
+    while parts and parts[-1] in signature.defaults:
+        parts.pop()
     for name in sorted(node.kwargs):
         keep = (signature.keeps or {}).get(name, signature.keeps_numbers)
-        parts.append(f"{name}={_argument(name, node.kwargs[name], keep, names, groups)}")
-    return f"{names[node]} = {signature.name}({', '.join(parts)}){_type(node.meta.get('val'))}"
+        part = name, _argument(name, node.kwargs[name], keep, names, groups)
+        if part not in signature.defaults:
+            parts.append((name, f"{name}={part[1]}"))
+    return f"{names[node]} = {signature.name}({', '.join(text for _, text in parts)}){_type(node.meta.get('val'))}"
 
 
 def _takes_a_part(node: fx.Node) -> bool:
@@ -144,18 +150,20 @@ def _signature(target: Any) -> _Signature:
     if not isinstance(target, torch._ops.OpOverload):
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         return _Signature(name, keeps_numbers=target is operator.getitem)
-    keeps = [(argument.name, _keeps_numbers(argument.real_type)) for argument in target._schema.arguments]
+    keeps = [(argument.name, _keeps_numbers(argument)) for argument in target._schema.arguments]
     positional = tuple(pair for pair, arg in zip(keeps, target._schema.arguments, strict=True) if not arg.kwarg_only)
     collective = "c10d" in target.namespace and target._opname.startswith(_EQUAL_SIZES)
-    return _Signature(str(target), positional, dict(keeps), equal_sizes=collective)
+    defaults = frozenset((arg.name, _SIZE) for arg in target._schema.arguments if arg.has_default_value())
+    return _Signature(str(target), positional, dict(keeps), defaults=defaults, equal_sizes=collective)
 
 
-def _keeps_numbers(kind: Any) -> bool:
-    """Whether numbers of a schema type are printed: dims, counts and flags are int or float; sizes are SymInt,
-    operands Scalar or Tensor."""
+def _keeps_numbers(argument: Any) -> bool:
+    """Whether numbers in an argument of a schema are printed: dims, counts and flags are int; sizes are SymInt, with
+    few exceptions, and operands Scalar, float or Tensor."""
+    kind = argument.real_type
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
-    return kind.kind() in ("IntType", "FloatType")
+    return kind.kind() == "IntType" and argument.name not in _SIZES
 
 
 def _argument(name: str, value: Any, keep: bool, names: Mapping[fx.Node, str], groups: Groups) -> str:
