@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.exc import ShortenTraceback
+from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 
 from overlapc.config import Config
@@ -249,22 +250,18 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
 
     groups = groups_of_step(inputs, config)
     traced = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    batches = [pair for pair in zip(inputs, traced, strict=False) if all(map(_is_batch, pair))]
+    pairs = zip(inputs, traced, strict=False)  # parameters, and other tensors of their own classes, differ anyway
+    batches = [pair for pair in pairs if [type(each) for each in pair] == [torch.Tensor, FakeTensor]]
     asked = False
 
-    def agree(cached: Sequence[CompiledGraph]) -> Sequence[Mapping[str, GraphCopies]] | None:
+    def agree(kind: str, cached: Sequence[CompiledGraph]) -> Sequence[Mapping[str, GraphCopies]] | None:
         nonlocal asked
         if asked:
             return None
         asked = True
-        return common_step(groups, cached, config, notes_of(gm, config), batches)
+        return common_step(groups, kind, cached, config, notes_of(gm, config), batches)
 
     return agree if groups else None
-
-
-def _is_batch(value: Any) -> bool:
-    """Whether an input, or what it is traced as, has sizes in which ranks may differ: not those of parameters."""
-    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and not hasattr(value, "_spec")
 
 
 @contextmanager

@@ -65,6 +65,7 @@ class Peers:
         """run: distinguishes jobs over one store; must be equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
         self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> entry of each of its graphs, by age
+        self.compared: set[Any] = set()  # functions of whose inputs these ranks have compared the sizes
         self.frame_numbering = -1  # of the latest graph; another one since `torch._dynamo.reset()`
         self.is_grid = False  # whether they are known to be a grid whose rows are equally spaced, on every axis
         self._compilations = itertools.count(1)
@@ -141,11 +142,16 @@ class GraphAgreement:
 
     def compare_cached(
         self, cached: str, sizes: Mapping[tuple[int, ...], str], shapes: Shapes
-    ) -> tuple[bool, list[tuple[int, int, int]]]:
+    ) -> tuple[bool, list[tuple[int, int, int]], bool]:
         """Return whether all ranks have the same `cached`, which is not empty, and the ranks of each group the same
-        sizes; and (index, dim, median) of each of the `shapes` in which ranks have different sizes of at least 2."""
+        sizes; (index, dim, median) of each of the `shapes` in which ranks have different sizes of at least 2; and
+        whether any of these is fixed on any rank.
+
+        shapes: a symbolic size is negative.
+        """
         found = self._compare_groups("cached", "ranks exchange hashes", (), cached, sizes, shapes)
-        return bool(found["same"]) and not found["group"], [(at, dim, median) for at, dim, median in found["dims"]]
+        dims = [(at, dim, median) for at, dim, median, _ in found["dims"]]
+        return bool(found["same"]) and not found["group"], dims, any(fixed for *_, fixed in found["dims"])
 
     def _compare_groups(
         self,
@@ -312,8 +318,9 @@ def _compared_groups(values: Mapping[int, bytes]) -> bytes:
     return json.dumps({"same": same, "group": apart, "variants": variants, "dims": _unequal_dims(all_shapes)}).encode()
 
 
-def _unequal_dims(shapes: Sequence[Shapes]) -> list[tuple[int, int, int]]:
-    """Return (index, dim, median size) of dims in which ranks differ; none if their numbers of shapes or dims differ.
+def _unequal_dims(shapes: Sequence[Shapes]) -> list[tuple[int, int, int, bool]]:
+    """Return (index, dim, median size, whether a rank has a fixed size there) of dims in which ranks differ; none if
+    their numbers of shapes or dims differ.
 
     Without dims that have a size of 0 or 1 on some rank, for which torch always traces a graph of its own.
     """
@@ -322,9 +329,10 @@ def _unequal_dims(shapes: Sequence[Shapes]) -> list[tuple[int, int, int]]:
     found = []
     for at, shape in enumerate(shapes[0]):
         for dim in range(len(shape)):
-            sizes = sorted(of_rank[at][dim] for of_rank in shapes)
+            given = [of_rank[at][dim] for of_rank in shapes]
+            sizes = sorted(map(abs, given))
             if 1 < sizes[0] != sizes[-1]:
-                found.append((at, dim, sizes[len(sizes) // 2]))
+                found.append((at, dim, sizes[len(sizes) // 2], max(given) > 0))
     return found
 
 

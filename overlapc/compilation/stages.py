@@ -30,7 +30,7 @@ from overlapc.fx.comm.collectives import communicates
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
 from overlapc.fx.versions.dynamo import compiled_autograd
 from overlapc.fx.versions.graphs import use_real_objects
-from overlapc.graph_names import kind_of
+from overlapc.graph_names import FORWARD, INFERENCE, kind_of
 from overlapc.ir.ops import LoweredGraph
 from overlapc.lowering import provenance
 from overlapc.planning.chosen_profile import profile_text
@@ -78,7 +78,7 @@ def compile_step(
         return lambda *inputs: step(*[inputs[at] for at in rest])
     watch = StepWatch(gm, example_inputs, key, config.cache_dir)
 
-    def noting(use: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(use: Callable[..., Any], kind: str) -> Callable[..., Any]:
         """Return `use`, which takes a graph, with a look at the graph before it. The first graph of a step, the joint
         one or that of inference, has all its collectives."""
 
@@ -86,13 +86,13 @@ def compile_step(
             if not watch.communicates and communicates(graph.graph):
                 watch.communicates = True
                 if agree is not None:
-                    agree(())
+                    agree(kind, ())
             return use(graph, *arguments, **options)
 
         return call
 
-    compile_watched = noting(partial(compile_graph, watch=watch))
-    return watch.watched(step_of(compile_watched, gm, example_inputs, config, number, noting(divide)))
+    compile_watched = noting(partial(compile_graph, watch=watch), INFERENCE)
+    return watch.watched(step_of(compile_watched, gm, example_inputs, config, number, noting(divide, FORWARD)))
 
 
 def compile_graph(

@@ -134,8 +134,11 @@ def groups_of_step(inputs: Iterable[Any], config: Config) -> list[tuple[int, ...
 
 def peers_of_collectives(comms: Iterable[Comm], config: Config) -> Peers:
     """Return the ranks that compile a graph with these collectives; this rank alone if no group is known."""
-    groups = [comm.ranks for comm in comms if comm.ranks]
-    peers = peers_spanned_by(groups or [(dist.get_rank(),)], config.rank_timeout)
+    return _peers_of_groups([comm.ranks for comm in comms if comm.ranks] or [(dist.get_rank(),)], config)
+
+
+def _peers_of_groups(groups: Sequence[tuple[int, ...]], config: Config) -> Peers:
+    peers = peers_spanned_by(groups, config.rank_timeout)
     _forget_before_reset(peers)
     return peers
 
@@ -146,11 +149,13 @@ def _forget_before_reset(peers: Peers) -> None:
     numbering = frame_numbering()
     if peers.frame_numbering != numbering:
         peers.agreed.clear()
+        peers.compared.clear()
     peers.frame_numbering = numbering
 
 
 def common_step(
     groups: Sequence[tuple[int, ...]],
+    kind: str,
     cached: Sequence[CompiledGraph],
     config: Config,
     notes: dict[str, str],
@@ -159,14 +164,16 @@ def common_step(
     """Return the copies of each graph of a cached step if every rank has cached a step of the same graphs with the same
     orders of collectives; else None.
 
-    groups: see `groups_of_step`; cached: this rank's cached step; batches: its inputs, and how they were traced.
+    groups: see `groups_of_step`; kind: of the step's first graph; cached: this rank's cached step; batches: its inputs,
+    and how they were traced.
 
     If ranks have inputs of different sizes, Dynamo traces the step again with these sizes symbolic, and all ranks plan
-    for the median of each: graphs for other sizes could be divided and fused in other ways. A recompile may happen on
-    one rank alone: then ranks exchange nothing, and this rank's cached step must have the orders that ranks agreed on
-    before.
+    for the median of each: graphs for other sizes could be divided and fused in other ways. A recompile of a graph of
+    the same kind may happen on one rank alone: then ranks exchange nothing, and this rank's cached step must have the
+    orders that ranks agreed on before.
     """
-    if compiles_again():
+    peers, function = _peers_of_groups(groups, config), key_of(kind, config)
+    if compiles_again() and function in peers.compared:
         return still_open(cached) if cached and all(_is_agreed(graph, config) for graph in cached) else None
     graphs = ("" if graph.agreed is None else graph.agreed.graph for graph in cached)
     have = content_key(*graphs, *(graph.order for graph in cached)) if cached else ""
@@ -174,19 +181,18 @@ def common_step(
     for graph in cached:
         for ranks, digest in ({} if graph.agreed is None else graph.agreed.sizes).items():
             sizes[ranks] = content_key(sizes.get(ranks, ""), digest)
-    peers = peers_spanned_by(groups, config.rank_timeout)
     agreement = GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes)
+    sizes_of = [zip(given.shape, traced.shape, strict=True) for given, traced in batches]
+    shapes = [[-size if isinstance(traced, torch.SymInt) else size for size, traced in pairs] for pairs in sizes_of]
     with agreement:
-        same, unequal = agreement.compare_cached(have, sizes, [list(given.shape) for given, _ in batches])
-    fixed = []
+        same, unequal, any_fixed = agreement.compare_cached(have, sizes, shapes)
+    if any_fixed:
+        trace_with_symbolic_sizes([(batches[at][0], dim) for at, dim, _ in unequal])
+    peers.compared.add(function)
     for at, dim, median in unequal:
-        given, traced = batches[at]
-        size = traced.shape[dim]
-        if isinstance(size, torch.SymInt):
-            agree_on_hint(size, median)
-        else:
-            fixed.append((given, dim))
-    trace_with_symbolic_sizes(fixed)
+        symbol = batches[at][1].shape[dim]
+        if isinstance(symbol, torch.SymInt):
+            agree_on_hint(symbol, median)
     if not same:
         return None
     with agreement:

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from overlapc.report.model import Found
 
 
-Agree = Callable[[Sequence[CompiledGraph]], Sequence[Mapping[str, GraphCopies]] | None]
-"""Takes the graphs of this rank's cached step (none if it has no such step) and returns for each the copies to run it
-with, by pool; None unless all ranks have this step. All ranks that run the step must call it."""
+Agree = Callable[[str, Sequence[CompiledGraph]], Sequence[Mapping[str, GraphCopies]] | None]
+"""Takes the kind of a step's first graph and the graphs of this rank's cached step (none if it has no such step), and
+returns for each the copies to run it with, by pool; None unless all ranks have this step. All ranks that run the step
+must call it."""
 
 _numbers = itertools.count()
 
@@ -92,9 +93,9 @@ def load_step(
     `agree` is called only for a step that communicates: a rank may run any other step alone.
     """
     cached = None if key is None else cached_step.find(key, config.cache_dir)
-    graphs = () if cached is None else cached[1]
+    graphs: Sequence[CompiledGraph] = () if cached is None else cached[1]
     if agree is not None and cached is not None and cached[0].communicates:
-        copies = agree(graphs)
+        copies = agree(kind_of(graphs[0].name), graphs)
     else:
         copies = None if any(graph.copies for graph in graphs) else [{} for _ in graphs]  # all ranks open pools
     if cached is None or copies is None:

@@ -152,20 +152,22 @@ def test_a_cached_step_is_reused_only_if_the_ranks_of_each_group_have_the_same_s
 
 
 @pytest.mark.parametrize(
-    ("shapes", "dims"),
+    ("shapes", "found"),
     [
-        ([[[4, 8], [3]], [[4, 8], [3]]], []),
-        ([[[4, 8], [3]], [[2, 8], [5]]], [(0, 0, 4), (1, 0, 5)]),
-        ([[[4, 8]], [[4, 1]]], []),  # torch always fixes 1
-        ([[[4, 8]], [[32]]], []),  # the graphs differ, which ranks notice later
-        ([[[4]], [[4], [2]]], []),
+        ([[[4, 8], [3]], [[4, 8], [3]]], ([], False)),
+        ([[[4, 8], [3]], [[2, 8], [5]]], ([(0, 0, 4), (1, 0, 5)], True)),
+        ([[[-4]], [[2]]], ([(0, 0, 4)], True)),
+        ([[[-4]], [[-2]]], ([(0, 0, 4)], False)),
+        ([[[4, 8]], [[4, 1]]], ([], False)),  # torch always fixes 1
+        ([[[4, 8]], [[32]]], ([], False)),  # the graphs differ, which ranks notice later
+        ([[[4]], [[4], [2]]], ([], False)),
     ],
 )
-def test_ranks_find_the_sizes_in_which_their_inputs_differ(shapes: list, dims: list) -> None:
-    def differing(peers: Peers, rank: int) -> list[tuple[int, int, int]]:
-        return peers.agreement("step", 20).compare_cached("", {}, shapes[rank])[1]
+def test_ranks_find_the_sizes_in_which_their_inputs_differ(shapes: list, found: tuple[list, bool]) -> None:
+    def differing(peers: Peers, rank: int) -> tuple[list[tuple[int, int, int]], bool]:
+        return peers.agreement("step", 20).compare_cached("", {}, shapes[rank])[1:]
 
-    assert on_ranks(2, differing) == [dims] * 2
+    assert on_ranks(2, differing) == [found] * 2
 
 
 def test_many_different_graphs_make_a_short_error() -> None:

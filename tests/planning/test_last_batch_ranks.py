@@ -148,6 +148,47 @@ def test_ranks_may_begin_with_batches_of_different_sizes(tmp_path: Path) -> None
         assert cold == warm == pytest.approx(expected, rel=1e-5)
 
 
+def evaluates_and_trains() -> list[float]:
+    """Return each call's loss: an evaluation, a step, another evaluation and another step."""
+    torch.set_num_threads(1)
+    sharded = words()
+    for part in (*sharded, sharded):
+        overlapc.fully_shard(part, init_device_mesh("cpu", (2,)))
+    call = torch.compile(sharded, backend="overlapc", options={"rank_timeout": 20.0})
+    losses = []
+    for at, texts_of_ranks in enumerate(texts() + texts()[:1]):
+        with torch.set_grad_enabled(at % 2 == 1):
+            loss = call(texts_of_ranks[dist.get_rank()]).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def test_ranks_may_begin_with_an_evaluation_of_different_sizes() -> None:
+    plain = words()
+    for rank, losses in enumerate(values_on_ranks(evaluates_and_trains, 2, timeout_s=120)):
+        expected = [plain(step[rank]).square().mean().item() for step in texts() + texts()[:1]]
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def arrays() -> list[float]:
+    """Return the loss of NumPy arrays of different sizes, of which each trace makes another tensor, and eager's."""
+    torch.set_num_threads(1)
+    sharded = overlapc.fully_shard(block(), init_device_mesh("cpu", (2,)))
+
+    def loss(array: Any) -> Tensor:
+        return sharded(torch.from_numpy(array)).square().mean()
+
+    array = torch.ones(8 if dist.get_rank() else 5, 16).numpy()
+    return [torch.compile(loss, backend="overlapc")(array).item(), loss(array).item()]
+
+
+def test_inputs_that_cannot_become_symbolic_are_compiled_for_their_sizes() -> None:
+    for compiled, eager in values_on_ranks(arrays, 2, timeout_s=60):
+        assert compiled == pytest.approx(eager, rel=1e-5)
+
+
 def test_a_rank_with_a_batch_of_another_size_uses_the_agreed_layout_of_copies(tmp_path: Path) -> None:
     check_layouts(values_on_ranks(starts, 2, str(tmp_path), "copy", timeout_s=240))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from torch._logging._internal import log_state
 from overlapc.stack_room import has_stack_room, with_stack_room
 
 _numberings = itertools.count()
+_traced_again: WeakSet[torch._guards.CompileContext] = WeakSet()  # compilations of `trace_with_symbolic_sizes`
 
 
 def never_compiled_alone(function: Callable[..., Any]) -> None:
@@ -42,14 +44,16 @@ def compiled_alike(compiled: Callable[..., Any], function: Callable[..., Any]) -
 def trace_with_symbolic_sizes(dims: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Let Dynamo trace the present frame again, with these sizes of its inputs symbolic: raise its exceptions for that.
 
-    Do nothing if there are none, or none may become symbolic, as with `torch.compile(..., dynamic=False)`.
+    Do nothing if none may become symbolic, as with `torch.compile(..., dynamic=False)`, or if this was tried before: of
+    a NumPy array, for instance, each trace makes another tensor.
     """
     from torch._dynamo import config, exc, maybe_mark_dynamic  # here, because importing Dynamo takes a second
 
-    fixed = [(tensor, dim) for tensor, dim in dims if dim not in getattr(tensor, "_dynamo_weak_dynamic_indices", ())]
-    if not fixed or not config.automatic_dynamic_shapes:
+    context = torch._guards.CompileContext.try_get()
+    if context is None or context in _traced_again or not config.automatic_dynamic_shapes:
         return
-    for tensor, dim in fixed:
+    _traced_again.add(context)
+    for tensor, dim in dims:
         maybe_mark_dynamic(tensor, dim)
 
     class Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
