@@ -249,9 +249,12 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
     from overlapc.planning.rank_notes import notes_of
 
     groups = groups_of_step(inputs, config)
-    traced = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    pairs = zip(inputs, traced, strict=False)  # parameters, and other tensors of their own classes, differ anyway
-    batches = [pair for pair in pairs if [type(each) for each in pair] == [torch.Tensor, FakeTensor]]
+    # Parameters, and other tensors of their own classes, may differ between ranks.
+    batches = [
+        (value, node)
+        for value, node in zip(inputs, gm.graph.find_nodes(op="placeholder"), strict=False)
+        if type(value) is torch.Tensor and type(node.meta.get("example_value")) is FakeTensor
+    ]
     asked = False
 
     def agree(kind: str, cached: Sequence[CompiledGraph]) -> Sequence[Mapping[str, GraphCopies]] | None:

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch._guards import CompileContext
+from torch.fx import Node
 
 from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_spanned_by
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
@@ -159,13 +160,13 @@ def common_step(
     cached: Sequence[CompiledGraph],
     config: Config,
     notes: dict[str, str],
-    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    batches: Sequence[tuple[torch.Tensor, Node]],
 ) -> list[CopiesByPool] | None:
     """Return the copies of each graph of a cached step if every rank has cached a step of the same graphs with the same
     orders of collectives; else None.
 
     groups: see `groups_of_step`; kind: of the step's first graph; cached: this rank's cached step; batches: its inputs,
-    and how they were traced.
+    and where they are in Dynamo's graph.
 
     If ranks have inputs of different sizes, Dynamo traces the step again with these sizes symbolic, and all ranks plan
     for the median of each: graphs for other sizes could be divided and fused in other ways. A recompile of a graph of
@@ -182,15 +183,18 @@ def common_step(
         for ranks, digest in ({} if graph.agreed is None else graph.agreed.sizes).items():
             sizes[ranks] = content_key(sizes.get(ranks, ""), digest)
     agreement = GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes)
-    sizes_of = [zip(given.shape, traced.shape, strict=True) for given, traced in batches]
-    shapes = [[-size if isinstance(traced, torch.SymInt) else size for size, traced in pairs] for pairs in sizes_of]
+    traced = [node.meta["example_value"].shape for _, node in batches]
+    shapes = [
+        [-size if isinstance(symbol, torch.SymInt) else size for size, symbol in zip(given.shape, symbols, strict=True)]
+        for (given, _), symbols in zip(batches, traced, strict=True)
+    ]
     with agreement:
         same, unequal, any_fixed = agreement.compare_cached(have, sizes, shapes)
     if any_fixed:
-        trace_with_symbolic_sizes([(batches[at][0], dim) for at, dim, _ in unequal])
+        trace_with_symbolic_sizes([(batches[at][1], dim) for at, dim, _ in unequal])
     peers.compared.add(function)
     for at, dim, median in unequal:
-        symbol = batches[at][1].shape[dim]
+        symbol = traced[at][dim]
         if isinstance(symbol, torch.SymInt):
             agree_on_hint(symbol, median)
     if not same:

@@ -173,7 +173,7 @@ def test_ranks_may_begin_with_an_evaluation_of_different_sizes() -> None:
 
 
 def arrays() -> list[float]:
-    """Return the loss of NumPy arrays of different sizes, of which each trace makes another tensor, and eager's."""
+    """Return the loss of arrays of different sizes, of which each trace makes another tensor, and eager's."""
     torch.set_num_threads(1)
     sharded = overlapc.fully_shard(block(), init_device_mesh("cpu", (2,)))
 
@@ -184,9 +184,29 @@ def arrays() -> list[float]:
     return [torch.compile(loss, backend="overlapc")(array).item(), loss(array).item()]
 
 
-def test_inputs_that_cannot_become_symbolic_are_compiled_for_their_sizes() -> None:
+def test_ranks_may_begin_with_numpy_arrays_of_different_sizes() -> None:
     for compiled, eager in values_on_ranks(arrays, 2, timeout_s=60):
         assert compiled == pytest.approx(eager, rel=1e-5)
+
+
+def accumulates() -> float:
+    """Return the largest difference of gradients from one process; the second micro-batch changes on rank 1 only."""
+    torch.set_num_threads(1)
+    plain, sharded = words(), words()
+    overlapc.fully_shard(sharded, init_device_mesh("cpu", (2,)))
+    compiled = torch.compile(sharded, backend="overlapc", options={"rank_timeout": 20.0})
+    first, second, _ = texts()
+    for last, batch in enumerate((first, [first[0], second[1]])):
+        sharded.set_requires_gradient_sync(bool(last))
+        compiled(batch[dist.get_rank()]).square().mean().backward()
+        for x in batch:
+            (plain(x).square().mean() / 2).backward()
+    pairs = zip(plain.parameters(), sharded.parameters(), strict=True)
+    return max(float((want.grad - got.grad.full_tensor()).abs().max()) for want, got in pairs)
+
+
+def test_micro_batches_may_have_different_sizes() -> None:
+    assert max(values_on_ranks(accumulates, 2, timeout_s=60)) < 1e-6
 
 
 def test_a_rank_with_a_batch_of_another_size_uses_the_agreed_layout_of_copies(tmp_path: Path) -> None:

@@ -41,20 +41,28 @@ def compiled_alike(compiled: Callable[..., Any], function: Callable[..., Any]) -
     return made
 
 
-def trace_with_symbolic_sizes(dims: Sequence[tuple[torch.Tensor, int]]) -> None:
+def trace_with_symbolic_sizes(dims: Sequence[tuple[fx.Node, int]]) -> None:
     """Let Dynamo trace the present frame again, with these sizes of its inputs symbolic: raise its exceptions for that.
 
-    Do nothing if none may become symbolic, as with `torch.compile(..., dynamic=False)`, or if this was tried before: of
-    a NumPy array, for instance, each trace makes another tensor.
+    They become symbolic as if they had changed since an earlier call, and so in all later graphs of the function, too.
+    Do nothing if none may, as with `torch.compile(..., dynamic=False)`, or if this frame was traced again before.
     """
-    from torch._dynamo import config, exc, maybe_mark_dynamic  # here, because importing Dynamo takes a second
+    from torch._dynamo import config, exc, pgo  # here, because importing Dynamo takes a second
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
     context = torch._guards.CompileContext.try_get()
     if context is None or context in _traced_again or not config.automatic_dynamic_shapes:
         return
     _traced_again.add(context)
-    for tensor, dim in dims:
-        maybe_mark_dynamic(tensor, dim)
+    for node, dim in dims:
+        name: Any = node.meta["grapharg"].source.name
+        if not isinstance(name, str):  # torch 2.11
+            name = name()
+        size: Any = [pgo.auto_unset] * node.meta["example_value"].dim()
+        size[dim] = pgo.auto_dynamic
+        changed = pgo.FrameStateSizeEntry.make_size(tuple(size))
+        known: Any = pgo.update_automatic_dynamic(InstructionTranslator.current_tx(), name, changed)
+        known.excluded_sizes = None  # torch 2.13 would leave the size so far to the graph that was compiled for it
 
     class Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
         """Passes from a backend to Dynamo like the first, and makes it forget what it found like the second."""
