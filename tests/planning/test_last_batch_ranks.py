@@ -378,7 +378,7 @@ def test_a_rank_that_compiles_alone_packs_tensors_as_all_ranks_agreed(tmp_path: 
 
 
 def gathered(*shards: Tensor) -> list[Tensor]:
-    return [funcol.all_gather_tensor(shard, 0, dist.group.WORLD) + 1 for shard in shards]
+    return [funcol.all_gather_tensor(shard.contiguous(), 0, dist.group.WORLD) + 1 for shard in shards]
 
 
 def other_strides(folder: str) -> list[bool]:

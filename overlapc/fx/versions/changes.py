@@ -123,8 +123,12 @@ def pads_on_every_rank() -> Iterator[None]:
             return tensor.narrow(dim, 0, tensor.size(dim))
         return unpad(tensor, dim, added)
 
+    def cut_to_part(dim: int, tensor: torch.Tensor, added: Sequence[int], rank: int, _: bool) -> torch.Tensor:
+        return cut(tensor, dim, added[rank])
+
     pad, unpad = placement_types.pad_tensor, placement_types.unpad_tensor
-    with replaced(placement_types, pad_tensor=padded, unpad_tensor=cut):
+    of_parts = {"_maybe_unpad_tensor_with_sizes": staticmethod(cut_to_part)}
+    with replaced(placement_types, pad_tensor=padded, unpad_tensor=cut), replaced(placement_types.Shard, **of_parts):
         yield
 
 
