@@ -88,7 +88,7 @@ def size_hint(size: int | torch.SymInt) -> int:
     if size.node.shape_env in _agreed_hints:
         known = {symbol: symbol_hint(size, symbol) for symbol in size.node.expr.free_symbols}
         if None not in known.values():
-            return int(size.node.expr.xreplace(known))
+            return max(0, int(size.node.expr.xreplace(known)))  # medians need not keep what holds for one rank's sizes
     hint = size.node.hint if size.node.has_hint() else None
     return 4096 if hint is None or isinstance(hint, _OF_JAGGED_DIMS) else int(hint)
 
