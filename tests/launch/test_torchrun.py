@@ -70,7 +70,7 @@ if what == "vanish_early":  # before its first compilation, in which the other r
             time.sleep(0.01)
         (sys.exit if sys.argv[3] == "sys" else os._exit)(int(sys.argv[4]))
     passed.touch()
-    peers_of().agreement("forward", 300.0).agree_on_graph([])
+    peers_of().agreement("forward", 300.0).agree_on_graph(GraphText([]))
 if what == "sleep":
     (out / f"{rank}.pid").write_text(str(os.getpid()))
     time.sleep(60)
