@@ -61,7 +61,7 @@ if what == "vanish":  # in the middle of a step, which the other rank notices at
     dist.barrier()
 if what == "vanish_early":  # before its first compilation, in which the other rank waits for it
     import torch.distributed as dist
-    from overlapc.agreement.rank_agreement import peers_of
+    from overlapc.agreement.rank_agreement import GraphText, peers_of
     dist.init_process_group("gloo")
     dist.barrier()
     passed = out / "passed"  # by rank 0: rank 1 may be through a barrier, and end, while rank 0 still waits in it
