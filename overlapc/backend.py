@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.exc import ShortenTraceback
 from torch._subclasses import FakeTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from overlapc.config import Config
 from overlapc.errors import ConfigError, OverlapcError
@@ -249,12 +249,8 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
     from overlapc.planning.rank_notes import notes_of
 
     groups = groups_of_step(inputs, config)
-    # Parameters, and other tensors of their own classes, may differ between ranks.
-    batches = [
-        (value, node)
-        for value, node in zip(inputs, gm.graph.find_nodes(op="placeholder"), strict=False)
-        if type(value) is torch.Tensor and type(node.meta.get("example_value")) is FakeTensor
-    ]
+    pairs = zip(inputs, gm.graph.find_nodes(op="placeholder"), strict=False)
+    batches = [(value, node) for value, node in pairs if type(value) is torch.Tensor and _is_batch(node)]
     asked = False
 
     def agree(kind: str, cached: Sequence[CompiledGraph]) -> Sequence[Mapping[str, GraphCopies]] | None:
@@ -265,6 +261,12 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
         return common_step(groups, kind, cached, config, notes_of(gm, config), batches)
 
     return agree if groups else None
+
+
+def _is_batch(node: Node) -> bool:
+    """Whether an input of Dynamo's graph is neither a parameter nor a buffer, of which ranks may have uneven parts."""
+    of_module = "_dynamo_static_input_type" in node.meta.get("tensor_dict", ())
+    return type(node.meta.get("example_value")) is FakeTensor and not of_module
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from overlapc.graph_names import kind_of
 from overlapc.planning.cached_copies import CopiesByPool, reopened, still_open
 from overlapc.planning.copy_rules import AgreedCopies
 from overlapc.runtime.cache import content_key
+from overlapc.runtime.counters import count
 from overlapc.schedule.collective_kinds import equal_sizes
 from overlapc.schedule.model import Comm
 
@@ -191,6 +192,7 @@ def common_step(
     with agreement:
         same, unequal, any_fixed = agreement.compare_cached(have, sizes, shapes)
     if any_fixed:
+        count("steps_with_different_sizes")
         trace_with_symbolic_sizes([(batches[at][1], dim) for at, dim, _ in unequal])
     peers.compared.add(function)
     for at, dim, median in unequal:

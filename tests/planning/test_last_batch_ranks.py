@@ -189,6 +189,26 @@ def test_ranks_may_begin_with_numpy_arrays_of_different_sizes() -> None:
         assert compiled == pytest.approx(eager, rel=1e-5)
 
 
+class WithBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("part", torch.ones(3 + dist.get_rank()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.part.sum()
+
+
+def buffers() -> int:
+    """Return how often a step was traced again because ranks have inputs of different sizes."""
+    sharded = overlapc.fully_shard(WithBuffer(), init_device_mesh("cpu", (2,)))
+    torch.compile(sharded, backend="overlapc")(torch.ones(4, 16)).sum().backward()
+    return counted("steps_with_different_sizes")
+
+
+def test_buffers_of_different_sizes_are_compiled_for_their_sizes() -> None:
+    assert values_on_ranks(buffers, 2, timeout_s=60) == [0, 0]
+
+
 def accumulates() -> float:
     """Return the largest difference of gradients from one process; the second micro-batch changes on rank 1 only."""
     torch.set_num_threads(1)
