@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch.distributed as dist
@@ -240,17 +240,18 @@ class GraphAgreement:
         answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s, notes=self._notes)
         head, _, combined = answer.partition(b"\n")
         comparison = json.loads(head)
-        if comparison["digest"] == digest.decode():
-            return combined
-        if comparison["digest"]:
+        if not comparison["digest"]:
+            self._show_difference(at, what, hint, comparison["variants"], lines)
+        if comparison["digest"] != digest.decode():
             raise RanksDisagree(
                 f"{at}: the store holds the answer of another job\n"
                 "hint: start each job with a store of its own (another port or file)"
             )
-        self._show_difference(at, what, hint, comparison["variants"], lines)
-        raise AssertionError("a meeting about a difference cannot agree")
+        return combined
 
-    def _show_difference(self, at: str, what: str, hint: str, variants: list[list[int]], lines: Sequence[str]) -> None:
+    def _show_difference(
+        self, at: str, what: str, hint: str, variants: list[list[int]], lines: Sequence[str]
+    ) -> NoReturn:
         """Raise RanksDisagree with the first difference between the `lines` of ranks; variants: those with the same."""
         speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
         own = json.dumps([dict(self._notes), list(lines)]).encode()
@@ -258,6 +259,7 @@ class GraphAgreement:
         split = " against ".join(name_ranks(ranks) for ranks in variants[:_SHOWN_VARIANTS])
         explain = partial(_explain, f"{at}: {what}", hint, variants)
         self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
+        raise AssertionError("a meeting about a difference cannot agree")
 
 
 def hashes_of(sizes: Mapping[tuple[int, ...], Sequence[str]]) -> dict[tuple[int, ...], str]:
