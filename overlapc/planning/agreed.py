@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -30,6 +31,7 @@ KEPT_GATHERS = "kept gathered"  # name of the choice of `KeptGathers`, and its k
 Key = tuple[object, ...]
 Captured = tuple[tuple[str, Comm], ...]  # (name, collective) of a graph, in program order
 Launch = tuple[str, tuple[str, ...]]  # name, and the captured collectives that it launches together
+Place = tuple[str, str, str, int]  # of a collective in every graph of a function; see `places_of`
 
 
 @dataclass(frozen=True)
@@ -103,20 +105,34 @@ def to_follow(known: Sequence[Known], captured: Captured, peers: Peers) -> Follo
         resized = frozenset(group for group in here.keys() | there.keys() if here.get(group) != there.get(group))
         if not resized:
             return Followed(earlier)
-        groups = {comm.ranks for group in resized for comm in (*here.get(group, ()), *there.get(group, ()))}
+        groups = {comm.ranks for graph in (here, there) for group in resized for comm in graph.get(group, {}).values()}
         ranks = peers.meetings.ranks if () in groups else peers.spanned(groups)
         if found is None and set(ranks) < set(peers.meetings.ranks):
             found = Followed(earlier, resized, ranks)
     return found
 
 
-def by_group(collectives: Captured) -> dict[str, list[Comm]]:
-    """Return the collectives of each process group, in order, without the sizes in which ranks may differ: other ranks
-    need not compile for these."""
-    found: dict[str, list[Comm]] = {}
-    for _, comm in collectives:
+def by_group(collectives: Captured) -> dict[str, dict[Place, Comm]]:
+    """Return the collectives of each process group, without the sizes in which ranks may differ: other ranks need not
+    compile for these."""
+    places = places_of(collectives)
+    found: dict[str, dict[Place, Comm]] = {}
+    for name, comm in collectives:
         same = equal_sizes(comm.collective, comm.via)
-        found.setdefault(comm.group, []).append(comm if same else replace(comm, bytes=0))
+        found.setdefault(comm.group, {})[places[name]] = comm if same else replace(comm, bytes=0)
+    return found
+
+
+def places_of(collectives: Captured) -> dict[str, Place]:
+    """Map the name of each collective to its group and its number among the collectives of this group that serve no
+    sharded parameter. Those of a parameter are numbered by parameter and kind: graphs for other sizes may gather and
+    reduce parameters in another order, but run all other collectives in the order of the program."""
+    numbers: Counter[tuple[str, str, str]] = Counter()
+    found = {}
+    for name, comm in collectives:
+        kind = comm.group, comm.param, comm.collective if comm.param else ""
+        found[name] = *kind, numbers[kind]
+        numbers[kind] += 1
     return found
 
 

@@ -24,7 +24,7 @@ from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
 from overlapc.passes.merging import after_renamed
 from overlapc.passes.run import Result, run_pipeline
-from overlapc.planning.agreed import Agreed, Captured, Followed, Launch, by_group
+from overlapc.planning.agreed import Agreed, Captured, Followed, Launch, Place, by_group, places_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.collective_kinds import KINDS
 from overlapc.schedule.dependencies import Why
@@ -91,29 +91,19 @@ def _same_groups(collectives: Captured, others: Captured) -> set[str]:
     return {group for group in here if here[group] == there.get(group)}
 
 
-def _order_on(groups: Collection[str], agreed: Agreed) -> list[list[tuple[str, int]]]:
-    """Return the launches over `groups` in order: for each the (group, number) of the collectives that it launches."""
-    places = _places(agreed.collectives)
+def _order_on(groups: Collection[str], agreed: Agreed) -> list[list[Place]]:
+    """Return the launches over `groups` in order: for each the places of the collectives that it launches."""
+    places = places_of(agreed.collectives)
     launches = ([places[member] for member in members] for _, members in agreed.launches)
     return [launch for launch in launches if launch[0][0] in groups]
-
-
-def _places(collectives: Captured) -> dict[str, tuple[str, int]]:
-    """Map the name of each collective to its group and its number among the collectives of that group."""
-    numbers: dict[str, int] = {}
-    found = {}
-    for name, comm in collectives:
-        number = numbers[comm.group] = numbers.get(comm.group, -1) + 1
-        found[name] = comm.group, number
-    return found
 
 
 def _launches(schedule: Schedule, agreed: Agreed) -> list[Launch]:
     """Return the agreed launches over groups with the same collectives in `schedule`, with the names used there."""
     collectives = _collectives(schedule)
     same = _same_groups(collectives, agreed.collectives)
-    name_at = {place: name for name, place in _places(collectives).items()}
-    places = _places(agreed.collectives)
+    name_at = {place: name for name, place in places_of(collectives).items()}
+    places = places_of(agreed.collectives)
     found = []
     for name, members in agreed.launches:
         if places[members[0]][0] in same:

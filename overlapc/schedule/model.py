@@ -59,6 +59,7 @@ class Comm:
     safe: bool = False  # for COMM: its effect is known or declared, so communication on other groups may cross it
     via: str = ""  # transport: "" for the process group's library, "copy" for copies
     variant: str = ""  # the reduction if it is not a sum ("avg"), or "2 blocks": what one launch cannot mix
+    param: str = field(default="", compare=False)  # the sharded parameter that it serves; "" for none and for several
 
     @property
     def queue(self) -> str:

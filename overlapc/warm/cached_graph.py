@@ -18,7 +18,7 @@ from overlapc.runtime.cache import KernelCache
 from overlapc.warm.fingerprint import NotCacheable
 from overlapc.warm.stored import UNREADABLE, decode, encode
 
-FORMAT = 7  # version of the entries; entries of other versions are ignored
+FORMAT = 8  # version of the entries; entries of other versions are ignored
 _SUFFIX = ".graph.json"
 
 

@@ -409,8 +409,8 @@ def errors(compiled: bool, device: str = "cpu") -> dict[str, float]:
         take_gpu()
     torch.set_default_device(device)
     cases = [case for case in CASES if not compiled or case not in EAGER_ONLY]
-    # Models of one kind share graphs, which halves the time of this test. After 8 recompiles of a function, Dynamo would
-    # run it eagerly.
+    # Models of one kind share graphs, which halves the time of this test. Dynamo would run a function of more than 8
+    # graphs eagerly.
     with torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True):
         return {case: error(case, compiled) for case in cases}
 

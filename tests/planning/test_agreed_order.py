@@ -59,6 +59,31 @@ def test_collectives_are_matched_by_their_position_in_the_group():
     assert may_run_beside(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
 
 
+def of_params(schedule: Schedule, **params: str) -> Schedule:
+    """Return the schedule with collectives (by name) that serve these parameters."""
+    nodes = tuple(
+        replace(node, comm=replace(node.comm, param=params[node.name]))
+        if node.comm is not None and node.name in params
+        else node
+        for node in schedule.nodes
+    )
+    return replace(schedule, nodes=nodes)
+
+
+def test_collectives_of_parameters_are_matched_by_the_parameter():
+    """Torch may order the gathers of backward in another way for other sizes."""
+    text = "a = all_gather(%p) @dp(2) : {}B 5us; v = wait(a); b = all_gather(%q) @dp(2) : {}B 5us; w = wait(b)"
+    schedule, turned = (parse(f"{text.format(*sizes)}; return v, w") for sizes in ((64, 8), (8, 64)))
+    followed = Followed(planned(of_params(schedule, a="p", b="q"), "a b v w"))
+    found = following(of_params(turned, a="q", b="p"), followed)
+    assert found
+    for result, agreed in found:
+        assert [name for name in order_of(result.schedule) if name in ("a", "b")] == ["b", "a"]
+        assert may_run_beside(agreed, followed)
+    of_no_parameters = Followed(planned(schedule, "a b v w"))
+    assert not any(may_run_beside(agreed, of_no_parameters) for _, agreed in following(turned, of_no_parameters))
+
+
 def test_groups_that_do_not_change_keep_one_common_order():
     """Otherwise ranks of a mesh with several axes could deadlock, each waiting for another."""
     text = STEP.replace("b = all_gather(%q) @dp(2) ranks=0,2", "b = all_gather(%q) @rep(2) ranks=0,4")

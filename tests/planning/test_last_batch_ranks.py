@@ -594,6 +594,37 @@ def test_a_graph_that_follows_one_whose_group_uses_the_library_uses_it_too() -> 
     assert ranks == [([0, 0, 0], [both])] * 2 + [([0, 2, 4], [both, by_library, by_library])] * 2
 
 
+class Shifted(nn.Linear):
+    """Backward computes the sum again if sizes are fixed, so it gathers the shift before the weight."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16, bias=False)
+        self.first, self.shift = nn.Parameter(torch.eye(16)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = (x.bfloat16() @ self.first.bfloat16()).tanh()
+        return super().forward(low.float() + self.shift.tanh()).tanh()
+
+
+def two_shifted() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Shifted(), Shifted())
+
+
+def gathers_in_another_order() -> tuple[list[float], list[int]]:
+    torch.set_num_threads(1)
+    sharded = two_shifted()
+    for part in (*sharded, sharded):
+        overlapc.fully_shard(part, init_device_mesh("cpu", (2,)))
+    return steps_of(sharded, batches()[:2], {"rank_timeout": 20.0, "native": False, "warm_start": False})
+
+
+def test_a_rank_alone_may_gather_parameters_in_another_order_in_backward() -> None:
+    (losses, _), (others, alone) = values_on_ranks(gathers_in_another_order, 2, timeout_s=100)
+    assert losses == others == pytest.approx(losses_of_one_process(batches()[:2], whole=two_shifted()), rel=1e-3)
+    assert alone == [0, 2]
+
+
 def communicates_activations(x: Tensor) -> Tensor:
     return funcol.all_reduce(x.sin(), "sum", dist.group.WORLD).cos()
 

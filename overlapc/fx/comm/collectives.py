@@ -71,6 +71,7 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
     if not moved and kind != "unknown":
         raise CompileError(f"{node.name}: {node.target} has no tensor metadata to size it by")
     ranks = names.ranks(group) if group else _ranks_within(node, names)
+    label = label_of(node)
     return Comm(
         collective=kind,
         bytes=sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in moved),
@@ -78,7 +79,8 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
         size=len(ranks),
         dtype=str(moved[0].dtype).removeprefix("torch.") if moved else "",
         ranks=ranks,
-        unit=unit_of(label_of(node)),
+        unit=unit_of(label),
+        param="" if label is None else label.param,
         variant=variant_of(node),
         safe=not is_asynchronous(node) and "::".join(op_of(node)) in safe | _SELF_WAITING,
     )
