@@ -12,14 +12,17 @@ flags, dtypes, number of dims.
 Most collectives need tensors of the same size from all ranks of their process group; ranks of another group of the same
 mesh axis, another replica for instance, may have other sizes. So these sizes are a text of their own for each group:
 
-    v1 = _c10d_functional.all_gather_into_tensor.default(v0, 4, <dp of 4>) : bf16 2d [128, 64] -> [512, 64]
+    _c10d_functional.all_gather_into_tensor.default(?, 4, <dp of 4>) : bf16 2d [128, 64] -> [512, 64]
+
+These lines name no other node and those of one parameter are together, because ranks whose graphs differ may still have
+the same collectives.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,24 +75,35 @@ class GraphText:
     sizes: dict[tuple[int, ...], list[str]] = field(default_factory=dict)  # by ranks of a group, which compare these
 
 
-def text_of(graph: fx.Graph, groups: Groups) -> GraphText:
-    """Return one line for each node; the lines of a subgraph are indented below the node that refers to it."""
+class _Unnamed(dict[fx.Node, str]):
+    def __missing__(self, node: fx.Node) -> str:
+        return "?"
+
+
+def text_of(graph: fx.Graph, groups: Groups, param_of: Callable[[fx.Node], str] = lambda node: "") -> GraphText:
+    """Return one line for each node; the lines of a subgraph are indented below the node that refers to it.
+
+    param_of: returns the sharded parameter that a collective serves; "" for none.
+    """
     text = GraphText([])
     names: dict[fx.Node, str] = {}
+    sized: list[tuple[str, tuple[int, ...], str]] = []  # parameter, ranks, line
     for index, node in enumerate(graph.nodes):
         names[node] = f"v{index}"
         line = _line(node, names, groups)
         text.lines.append(line)
         group = _group_of_equal_sizes(node)
         if group is not None:
-            text.sizes.setdefault(groups.ranks(group), []).append(line + _moved(node))
+            unnamed = _line(node, _Unnamed(), groups).removeprefix("? = ")
+            sized.append((param_of(node), groups.ranks(group), unnamed + _moved(node)))
         if node.op == "get_attr" and graph.owning_module is not None:
             inner = getattr(graph.owning_module, node.target, None)
             if isinstance(inner, fx.GraphModule):
-                within = text_of(inner.graph, groups)
+                within = text_of(inner.graph, groups, param_of)
                 text.lines.extend("  " + line for line in within.lines)
-                for ranks, lines in within.sizes.items():
-                    text.sizes.setdefault(ranks, []).extend("  " + line for line in lines)
+                sized.extend(("", ranks, "  " + line) for ranks, lines in within.sizes.items() for line in lines)
+    for _, ranks, line in sorted(sized, key=lambda entry: entry[0]):
+        text.sizes.setdefault(ranks, []).append(line)
     return text
 
 

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from overlapc.errors import RanksDisagree
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
 
-__all__ = ["GraphAgreement", "GraphText", "Peers", "peers_of", "peers_spanned_by"]
+__all__ = ["ComparedGraphs", "GraphAgreement", "GraphText", "Peers", "peers_of", "peers_spanned_by"]
 
 Shapes = Sequence[Sequence[int]]
 
@@ -50,6 +50,17 @@ _SAME_OPTIONS = (
     "the graphs are equal, so the ranks plan them differently: give all ranks the same options (and OVERLAPC_"
     " variables), the same versions of overlapc and torch, and the same kind of device"
 )
+
+
+class ComparedGraphs(NamedTuple):
+    """What ranks found when they compared their graphs."""
+
+    cached: bool = False  # all have cached their graph with the same order of collectives
+    difference: str = ""  # text that shows the first difference between graphs that have the same collectives
+
+
+class PlansDiffer(RanksDisagree):
+    """Ranks compare equal graphs, but planned other nodes for them (of a size of 0 on some ranks, for instance)."""
 
 
 def _joined(values: Mapping[int, bytes]) -> bytes:
@@ -123,22 +134,34 @@ class GraphAgreement:
             f"\nhint: the whole error is in the output of rank {self._meetings.rank}"
         )
 
-    def agree_on_graph(self, text: GraphText, cached_order: str = "") -> bool:
-        """Raise RanksDisagree unless all ranks compile the graph that `text` describes.
+    def agree_on_graph(
+        self, text: GraphText, cached_order: str = "", collectives: Sequence[str] = ()
+    ) -> ComparedGraphs:
+        """Raise RanksDisagree unless all ranks compile the graph that `text` describes, or one that has the same
+        `collectives`, which are not empty.
 
         cached_order: a hash of the order of collectives in this rank's cached compilation of the graph; "" if it has
-        none. Return True if all ranks have the same: then all may use it, and need no further agreement.
+        none. If all ranks have the same for the same graph, all may use it and need no further agreement.
         """
         at, what = f"{self.name}, graph", "ranks compile different graphs"
-        found = self._compare_groups("graph", what, text.lines, cached_order, hashes_of(text.sizes))
+        alike = _digest(collectives).decode() if collectives else ""
+        found = self._compare_hashes(
+            "graph", cached_order, hashes_of(text.sizes), graph=_digest(text.lines), alike=alike
+        )
+        difference = ""
+        if len(found["graphs"]) > 1:
+            difference = self._difference(at, what, _SAME_CODE, found["graphs"], text.lines)
+            if not found["alike"]:
+                raise RanksDisagree(difference)
         if found["group"]:
             own = next((lines for ranks, lines in text.sizes.items() if _name_of(ranks) == found["group"]), [])
-            self._show_difference(at, f"{what}: other sizes in one group", _SAME_CODE, found["variants"], own)
-        return bool(found["same"])
+            in_group = f"{what}: other sizes in one group"
+            raise RanksDisagree(self._difference(at, in_group, _SAME_CODE, found["variants"], own))
+        return ComparedGraphs(bool(found["same"]) and not difference, difference)
 
     def have_the_same(self, stage: str, text: str) -> bool:
         """Whether all ranks have the same `text`, which is not empty."""
-        return bool(self._compare_groups(stage, "ranks exchange hashes", (), text, {})["same"])
+        return bool(self._compare_hashes(stage, text, {})["same"])
 
     def compare_cached(
         self, cached: str, sizes: Mapping[tuple[int, ...], str], shapes: Shapes
@@ -149,22 +172,22 @@ class GraphAgreement:
 
         shapes: a symbolic size is negative.
         """
-        found = self._compare_groups("cached", "ranks exchange hashes", (), cached, sizes, shapes)
+        found = self._compare_hashes("cached", cached, sizes, shapes)
         dims = [(at, dim, median) for at, dim, median, _ in found["dims"]]
         return bool(found["same"]) and not found["group"], dims, any(fixed for *_, fixed in found["dims"])
 
-    def _compare_groups(
+    def _compare_hashes(
         self,
         stage: str,
-        what: str,
-        lines: Sequence[str],
         cached: str,
         sizes: Mapping[tuple[int, ...], str],
         shapes: Shapes = (),
+        graph: bytes = b"",
+        alike: str = "",
     ) -> dict[str, Any]:
         of_groups = {_name_of(ranks): digest for ranks, digest in sizes.items()}
-        own = json.dumps([cached, of_groups, shapes]).encode()
-        found: dict[str, Any] = json.loads(self._agree(stage, what, lines, own, _compared_groups, _SAME_CODE))
+        own = json.dumps([cached, of_groups, shapes, graph.decode(), alike]).encode()
+        found: dict[str, Any] = json.loads(self._agree(stage, "ranks exchange hashes", (), own, _compared_hashes))
         return found
 
     def agree_on_order(self, lines: Sequence[str]) -> None:
@@ -192,7 +215,7 @@ class GraphAgreement:
         """Return each value reduced over ranks by `reduce`, a function like np.median that takes an axis."""
         names = sorted(values)
         own = np.array([values[name] for name in names], dtype="<f8").tobytes()
-        agreed = self._agree(stage, what, names, own, partial(_each_value, reduce))
+        agreed = self._agree(stage, what, names, own, partial(_each_value, reduce), PlansDiffer)
         return dict(zip(names, np.frombuffer(agreed, dtype="<f8").tolist(), strict=True))
 
     @property
@@ -232,16 +255,16 @@ class GraphAgreement:
         lines: Sequence[str],
         extra: bytes = b"",
         combine: Callable[[Mapping[int, bytes]], bytes] = _joined,
-        hint: str = _SAME_OPTIONS,
+        error: type[RanksDisagree] = RanksDisagree,
     ) -> bytes:
-        """Return `combine` of every rank's `extra`, by rank in order. Raise RanksDisagree if any `lines` differ."""
+        """Return `combine` of every rank's `extra`, by rank in order. Raise the error if any `lines` differ."""
         at = f"{self.name}, {stage}"
         digest = _digest(lines)
         answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s, notes=self._notes)
         head, _, combined = answer.partition(b"\n")
         comparison = json.loads(head)
         if not comparison["digest"]:
-            self._show_difference(at, what, hint, comparison["variants"], lines)
+            raise error(self._difference(at, what, _SAME_OPTIONS, comparison["variants"], lines))
         if comparison["digest"] != digest.decode():
             raise RanksDisagree(
                 f"{at}: the store holds the answer of another job\n"
@@ -249,17 +272,15 @@ class GraphAgreement:
             )
         return combined
 
-    def _show_difference(
-        self, at: str, what: str, hint: str, variants: list[list[int]], lines: Sequence[str]
-    ) -> NoReturn:
-        """Raise RanksDisagree with the first difference between the `lines` of ranks; variants: those with the same."""
+    def _difference(self, at: str, what: str, hint: str, variants: list[list[int]], lines: Sequence[str]) -> str:
+        """Return text that shows the first difference between the `lines` of ranks; variants: those with the same."""
         speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
         own = json.dumps([dict(self._notes), list(lines)]).encode()
         text = zlib.compress(own, 1) if self._meetings.rank in speakers else b""
         split = " against ".join(name_ranks(ranks) for ranks in variants[:_SHOWN_VARIANTS])
         explain = partial(_explain, f"{at}: {what}", hint, variants)
-        self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
-        raise AssertionError("a meeting about a difference cannot agree")
+        shown = self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
+        return shown.decode()
 
 
 def hashes_of(sizes: Mapping[tuple[int, ...], Sequence[str]]) -> dict[tuple[int, ...], str]:
@@ -300,24 +321,35 @@ def _most_frequent_first(by_digest: Mapping[Any, list[int]]) -> list[list[int]]:
     return sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
 
-def _compared_groups(values: Mapping[int, bytes]) -> bytes:
-    """Return whether all ranks have the same cached, a group whose ranks have different sizes, with its variants, and
-    the dims in which shapes differ.
+def _compared_hashes(values: Mapping[int, bytes]) -> bytes:
+    """Return whether all ranks have the same cached, a group whose ranks have different sizes, with its variants, the
+    dims in which shapes differ, the ranks of each graph, and whether all graphs are alike.
 
-    values: by rank, what it has cached, the hash of the sizes of each of its groups, and shapes.
+    values: by rank, what it has cached, the hash of the sizes of each of its groups, shapes, the hash of its graph, and
+    that of what makes graphs alike.
     """
-    cached, all_shapes = set(), []
+    cached, all_shapes, all_alike = set(), [], set()
+    graphs: dict[str, list[int]] = {}
     by_group: dict[str, dict[str, list[int]]] = {}
     for rank in sorted(values):
-        own, sizes, shapes = json.loads(values[rank])
+        own, sizes, shapes, graph, alike = json.loads(values[rank])
         cached.add(own)
+        all_alike.add(alike)
+        graphs.setdefault(graph, []).append(rank)
         all_shapes.append(shapes)
         for group, digest in sizes.items():
             by_group.setdefault(group, {}).setdefault(digest, []).append(rank)
     apart = next((group for group, by_digest in by_group.items() if len(by_digest) > 1), "")
     variants = _most_frequent_first(by_group[apart]) if apart else []
-    same = len(cached) == 1 and "" not in cached
-    return json.dumps({"same": same, "group": apart, "variants": variants, "dims": _unequal_dims(all_shapes)}).encode()
+    found = {
+        "same": len(cached) == 1 and "" not in cached,
+        "group": apart,
+        "variants": variants,
+        "dims": _unequal_dims(all_shapes),
+        "graphs": _most_frequent_first(graphs),
+        "alike": len(all_alike) == 1 and "" not in all_alike,
+    }
+    return json.dumps(found).encode()
 
 
 def _unequal_dims(shapes: Sequence[Shapes]) -> list[tuple[int, int, int, bool]]:
@@ -358,7 +390,7 @@ def _longest(values: Mapping[int, bytes]) -> bytes:
 
 
 def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], values: Mapping[int, bytes]) -> bytes:
-    """Raise RanksDisagree with the first difference of each text from the most frequent one."""
+    """Return the first difference of each text from the most frequent one."""
     statements = {rank: json.loads(zlib.decompress(text)) for rank, text in values.items()}
     texts = {rank: lines for rank, (_, lines) in statements.items()}
     common, *others = [(ranks, texts[ranks[0]]) for ranks in variants[:_SHOWN_VARIANTS]]
@@ -375,7 +407,7 @@ def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], values: M
         parts.append(f"{len(variants) - _SHOWN_VARIANTS} more variants on {name_ranks(unshown)}")
     parts.extend(differences({rank: notes for rank, (notes, _) in statements.items()}))
     parts.append(f"hint: {hint}")
-    raise RanksDisagree("\n".join(parts))
+    return "\n".join(parts).encode()
 
 
 def _one_side(ranks: Sequence[int], lines: Sequence[str], index: int) -> str:

@@ -37,7 +37,7 @@ from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.copy_rules import rank_in_graphs
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import device_types
-from overlapc.planning.graph_planner import Planned, collective_lines, freeable_inputs
+from overlapc.planning.graph_planner import Planned, freeable_inputs
 from overlapc.planning.plan_graph import Reused, plan_graph
 from overlapc.report import record
 from overlapc.report.held_memory import inputs
@@ -192,7 +192,7 @@ def _generate(
         report = replace(report, captured=parts.summary(), host_ns=None)
         counts["cuda_graph_parts"] = len(parts.parts)
         _log.info("%s: %s", schedule.name, report.captured)
-    kernels, order = kernels_of(sources, schedule), collective_lines(schedule)
+    kernels, order = kernels_of(sources, schedule), planned.order.lines
     copies, divided = stored_copies(planned.copies), list(planned.transports.divided.values())
     return Generated(program, kernels, parts, report, counts, order, planned.agreed, copies, divided)
 

@@ -26,7 +26,7 @@ from overlapc.passes.merging import after_renamed
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed, Captured, Followed, Launch, Place, by_group, places_of
 from overlapc.schedule import dependencies
-from overlapc.schedule.collective_kinds import KINDS
+from overlapc.schedule.collective_kinds import KINDS, equal_sizes
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, Comm, Node, Schedule
 from overlapc.schedule.verify import verify
@@ -34,6 +34,10 @@ from overlapc.schedule.verify import verify
 # Passes that keep the order of launches on each group, tried in turn: raising starts may change the order across
 # groups; the empty list keeps the agreed order.
 _PASSES = (("raise_collectives", "sink_waits"), ("sink_waits",), ())
+
+
+class OrderImpossible(CompileError):
+    """Data dependences of a graph do not allow the agreed order of launches."""
 
 
 class SlotsInUse(CompileError):
@@ -45,9 +49,7 @@ class SlotsInUse(CompileError):
         self.starts = starts
 
 
-def agreed_on(
-    schedule: Schedule, result: Result, lines: Sequence[str], followed: Followed[Agreed] | None = None
-) -> Agreed:
+def agreed_on(schedule: Schedule, result: Result, followed: Followed[Agreed] | None = None) -> Agreed:
     """Return what later graphs of the function must follow, from the incoming `schedule` and the passes' `result`."""
     merged = {name: members for report in result.reports for name, members in report.merged.items()}
     if followed is not None:
@@ -57,8 +59,32 @@ def agreed_on(
         for member in merged.get(name, ()):
             yield from members_of(member) if member in merged else (member,)
 
-    launches = ((name, tuple(members_of(name)) or (name,)) for name, _ in _collectives(result.schedule))
-    return Agreed(_collectives(schedule), tuple(launches), tuple(lines))
+    collectives, places = _collectives(schedule), places_of(_collectives(schedule))
+    launches, lines = [], []
+    for name, comm in _collectives(result.schedule):
+        members = tuple(members_of(name)) or (name,)
+        launches.append((name, members))
+        lines.append(_line(comm, [places[member] for member in members]))
+    return Agreed(collectives, tuple(launches), tuple(lines))
+
+
+def _line(comm: Comm, members: Sequence[Place]) -> str:
+    """Return a launch as text that is equal on all ranks: `all_gather layers.0.weight layers.0.bias @dp(4) 64B`, with
+    a number for a collective that serves no parameter, and for a further one of the same parameter."""
+    what = " ".join(f"{param} #{number}" if number or not param else param for _, param, _, number in members)
+    size = f" {comm.bytes}B" if equal_sizes(comm.collective, comm.via) else ""
+    return f"{comm.carried} {what.strip()} @{comm.group}({comm.size}){size}"
+
+
+def in_order(launches: Sequence[Sequence[Place]], collectives: Captured) -> Agreed:
+    """Return an agreement on these launches, for a graph with these collectives, which are the same on all ranks."""
+    name_at = {place: name for name, place in places_of(collectives).items()}
+    named = [tuple(name_at[place] for place in members) for members in launches]
+    return Agreed(collectives, tuple((_name(members), members) for members in named), ())
+
+
+def _name(members: Sequence[str]) -> str:
+    return members[0] if len(members) == 1 else f"{members[0]}+{len(members) - 1}"
 
 
 def follow(schedule: Schedule, followed: Followed[Agreed], ctx: Context) -> Iterator[Result]:
@@ -108,7 +134,7 @@ def _launches(schedule: Schedule, agreed: Agreed) -> list[Launch]:
     for name, members in agreed.launches:
         if places[members[0]][0] in same:
             here = tuple(name_at[places[member]] for member in members)
-            found.append((name if here == members else f"{here[0]}+{len(here) - 1}", here))
+            found.append((name if here == members else _name(here), here))
     return found
 
 

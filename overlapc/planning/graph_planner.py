@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch.fx import GraphModule, Node
 
-from overlapc.agreement.rank_agreement import GraphAgreement
+from overlapc.agreement.rank_agreement import GraphAgreement, PlansDiffer
 from overlapc.autotune import Tuning, tune
 from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.copies import Copied, forms_of, laid_out_bytes, peak_before, peak_with_pools
 from overlapc.codegen.sources import Sources, compile_ahead, with_scratch
 from overlapc.config import Config
-from overlapc.errors import CompileError, MemoryBudgetError, NoSharedMemory
+from overlapc.errors import CompileError, MemoryBudgetError, NoSharedMemory, RanksDisagree
 from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
@@ -31,7 +31,7 @@ from overlapc.lowering import Communication
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import KEPT_GATHERS, Agreed, Followed, KeptGathers
-from overlapc.planning.agreed_order import SlotsInUse, agreed_on, follow, may_run_beside
+from overlapc.planning.agreed_order import OrderImpossible, SlotsInUse, agreed_on, follow, may_run_beside
 from overlapc.planning.copy_rules import AUTO, CopyRules
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.estimator_chain import chain_of
@@ -45,8 +45,7 @@ from overlapc.report.walk_through import walk_through
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
-from overlapc.schedule.collective_kinds import equal_sizes
-from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
+from overlapc.schedule.model import Estimate, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 from overlapc.units import human_bytes
 
@@ -69,6 +68,7 @@ class Planned:
     scheduled: Scheduled
     result: Result
     transports: Transports
+    order: Agreed  # of its collectives, as graphs that follow it would need it
     copies: Mapping[str, Copied] = field(default_factory=dict)  # start -> how generated code copies it
     not_copied: Mapping[str, str] = field(default_factory=dict)  # collective that should use copies -> why it does not
     attention: Mapping[str, int] = field(default_factory=dict)  # the report's text about a kernel -> number of calls
@@ -113,6 +113,12 @@ class GraphPlanner:
             self.gm.graph = before
             planned = self._with(self._chosen(None))
             return replace(planned, not_copied={", ".join(sorted(transports.groups)): _reason(error)})
+        except PlansDiffer as error:
+            if before is not None:
+                self.gm.graph = before
+            elif transports.rewritten:
+                raise RanksDisagree(str(error)) from error
+            raise
         if planned.agreed is not None and agreed is not None:
             planned = replace(planned, agreed=replace(planned.agreed, copies=agreed))
         return replace(planned, copies=copies, not_copied=planned.transports.reasons)
@@ -154,14 +160,14 @@ class GraphPlanner:
                 result = replace(result, incoming_peak_bytes=peak_with_pools(schedule))
         else:
             result = _following(self.followed, schedule, context, transports)
+        order = agreed_on(schedule, result, self.followed)
         self.dumps.write("passes", "walk", lambda: walk_through(result.after))
         self.dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
         agreed = None if self.followed is None else self.followed.agreed
         if self.agreement is not None:
-            lines = collective_lines(result.schedule)
-            self.agreement.agree_on_order(lines)
-            agreed = agreed_on(schedule, result, lines, self.followed)
-        return Planned(scheduled, result, transports, agreed=agreed)
+            self.agreement.agree_on_order(order.lines)
+            agreed = order
+        return Planned(scheduled, result, transports, order, agreed=agreed)
 
     def _scheduled(self, transports: Transports) -> Scheduled:
         """Run the stages before the passes."""
@@ -217,11 +223,11 @@ def _reason(error: MemoryBudgetError | NoSharedMemory) -> str:
 
 def _following(followed: Followed[Agreed], schedule: Schedule, context: Context, transports: Transports) -> Result:
     """Return the best plan that has the agreed order and copy layouts; CompileError if there is none."""
-    refuse: Callable[[str], CompileError] = CompileError
+    refuse: Callable[[str], CompileError] = OrderImpossible
     obstacle = "This graph's data dependences make"
     hint = '{"reorder_collectives": False} keeps the order of the program in every graph'
     for result in follow(schedule, followed, context):
-        if may_run_beside(agreed_on(schedule, result, collective_lines(result.schedule), followed), followed):
+        if may_run_beside(agreed_on(schedule, result, followed), followed):
             if transports.fits(result.schedule):
                 return result
             refuse = partial(SlotsInUse, starts=[name for name, form in forms_of(schedule).items() if form.in_pool])
@@ -237,16 +243,6 @@ def _following(followed: Followed[Agreed], schedule: Schedule, context: Context,
 
 def described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
     return {found.start: Communication(found.comm, asynchronous=not found.synchronous) for found in collectives}
-
-
-def collective_lines(schedule: Schedule) -> list[str]:
-    """Return one line per launch in execution order; ranks with the same order have the same lines."""
-    comms = [(node, node.comm) for node in schedule.nodes if node.kind in COMMUNICATION and node.comm is not None]
-    return [
-        f"{comm.carried} {node.name} @{comm.group}({comm.size})"
-        + (f" {comm.bytes}B" if equal_sizes(comm.collective, comm.via) else "")
-        for node, comm in comms
-    ]
 
 
 # --- estimates and memory
@@ -267,9 +263,10 @@ def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement |
     """Return `schedule` with estimates, which are the medians of all ranks' estimates."""
     schedule = estimate_schedule(schedule, chain)
     if agreement is not None:
+        keys = _keys(schedule)
         known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
-        agreed = agreement.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
-        schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
+        agreed = agreement.agree_on_medians({keys[name]: estimate.ns for name, estimate in known.items()})
+        schedule = schedule.with_estimates({name: Estimate(agreed[keys[name]], known[name].source) for name in known})
     return schedule
 
 
@@ -281,27 +278,29 @@ def _with_common_sizes(schedule: Schedule, agreement: GraphAgreement) -> Schedul
     different sizes, passes would reach their memory limit on one rank earlier than on another, and a budget has to hold
     on all ranks.
     """
-    sizes = {name: buffer.bytes for name, buffer in schedule.buffers.items()}
-    scratch = {_scratch_of(node): node.scratch_bytes for node in schedule.nodes}
-    moved = {_data_of(node): node.comm.bytes for node in schedule.nodes if node.comm is not None}
+    keys = _keys(schedule)
+    sizes = {f"buffer {at}": buffer.bytes for at, buffer in enumerate(schedule.buffers.values())}
+    scratch = {f"scratch memory of {keys[node.name]}": node.scratch_bytes for node in schedule.nodes}
+    moved = {f"data of {keys[node.name]}": node.comm.bytes for node in schedule.nodes if node.comm is not None}
     largest = agreement.agree_on_largest(sizes | scratch | moved)
 
     def common(node: ScheduleNode) -> ScheduleNode:
-        most = largest[_scratch_of(node)]
-        comm = None if node.comm is None else replace(node.comm, bytes=largest[_data_of(node)])
+        most = largest[f"scratch memory of {keys[node.name]}"]
+        comm = None if node.comm is None else replace(node.comm, bytes=largest[f"data of {keys[node.name]}"])
         same = (most, comm) == (node.scratch_bytes, node.comm)
         return node if same else replace(node, scratch_bytes=most, comm=comm)
 
-    buffers = {name: replace(buffer, bytes=largest[name]) for name, buffer in schedule.buffers.items()}
+    buffers = {
+        name: replace(buffer, bytes=largest[f"buffer {at}"])
+        for at, (name, buffer) in enumerate(schedule.buffers.items())
+    }
     return replace(schedule, nodes=tuple(map(common, schedule.nodes)), buffers=buffers)
 
 
-def _scratch_of(node: ScheduleNode) -> str:
-    return f"scratch memory of {node.name}"
-
-
-def _data_of(node: ScheduleNode) -> str:
-    return f"data of {node.name}"
+def _keys(schedule: Schedule) -> dict[str, str]:
+    """Return what ranks call each node: its position and op. Names may differ, because torch numbers them over nodes
+    that only one rank has (0 times a size is a number, 1 times the size is that size)."""
+    return {node.name: f"node {at} ({node.op})" for at, node in enumerate(schedule.nodes)}
 
 
 def _beside_what_is_held(schedule: Schedule) -> Schedule:

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from overlapc.agreement.graph_text import GraphText, text_of
-from overlapc.agreement.rank_agreement import GraphAgreement, Peers, hashes_of, peers_of
+from overlapc.agreement.rank_agreement import GraphAgreement, Peers, PlansDiffer, hashes_of, peers_of
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.codegen.python import FIXED_NAMES
 from overlapc.config import Config
 from overlapc.estimators.base import Estimator
 from overlapc.estimators.device import DeviceProfile
 from overlapc.fx.comm.canonical import canonicalize, drop_unread
-from overlapc.fx.comm.collectives import Collective, find_collectives
+from overlapc.fx.comm.collectives import Collective, find_collectives, param_of
 from overlapc.fx.comm.exchange import may_be_exchanged, travelling_bytes
 from overlapc.fx.comm.fsdp2 import clean_up
 from overlapc.fx.comm.group_names import GroupNames
@@ -39,6 +39,7 @@ from overlapc.planning.dumps import Dumps
 from overlapc.planning.fused_ops import device_types
 from overlapc.planning.graph_planner import GraphPlanner, Planned, described
 from overlapc.planning.rank_notes import notes_of
+from overlapc.planning.unequal_graphs import UnequalGraph, collective_lines
 from overlapc.runtime.counters import count
 from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.model import Comm
@@ -93,15 +94,16 @@ def plan_graph(
         peers = peers_of(followed.compiling_ranks) if followed.compiling_ranks else None
     alone = followed is not None and not followed.compiling_ranks
     with _agreement(peers, config, name, gm) as agreement:
-        text = GraphText([]) if agreement is None else text_of(gm.graph, GroupNames(gm.graph))
-        copies = _reused(cached, followed, agreement, text, config)
+        text = GraphText([]) if agreement is None else text_of(gm.graph, GroupNames(gm.graph), param_of)
+        alike = [] if followed is not None else collective_lines(collectives)
+        copies, difference = _reused(cached, followed, agreement, text, alike, config)
         if cached is not None and copies is not None:
             if cached.agreed is not None and not alone:
                 known.append(cached.agreed)
             return Reused(copies)
         if agreement is not None:
             profile = agreement.agree_on_profile(profile)
-        packing = _copy_costs(profile) if followed is None else followed.agreed.packing
+        packing = followed.agreed.packing if followed else _NO_PACKING if difference else _copy_costs(profile)
         captured = _captured(gm, collectives, by_copies, packing)
         if agreement is not None or followed is not None or not will_run:  # ranks have the same collectives to remove
             drop_unread(gm)
@@ -120,11 +122,21 @@ def plan_graph(
             agreement=agreement,
             followed=followed,
         )
-        planned = planner.planned(communicates=bool(communication))
+        planned = None
+        if not difference:
+            try:
+                planned = planner.planned(communicates=bool(communication))
+            except PlansDiffer as error:
+                if not alike:
+                    raise
+                difference = str(error)
+        if planned is None:
+            assert agreement is not None, "only ranks that compare graphs find a difference"
+            planned = UnequalGraph(planner, agreement, difference).planned()
     if followed is not None:
         count("graphs_in_an_agreed_order")
     if planned.agreed is not None and not alone:
-        graph, sizes = order_hash(text.lines), hashes_of(text.sizes)
+        graph, sizes = order_hash(alike if difference else text.lines), hashes_of(text.sizes)
         kept = gm.meta.get(KEPT_GATHERS)
         agreed = replace(planned.agreed, graph=graph, sizes=sizes, captured=captured, packing=packing, kept=kept)
         known.append(agreed)
@@ -152,18 +164,22 @@ def _reused(
     followed: Followed[Agreed] | None,
     agreement: GraphAgreement | None,
     text: GraphText,
+    alike: Sequence[str],
     config: Config,
-) -> CopiesByPool | None:
-    """Return the copies of the cached graph if all ranks that compile it have cached it; None if it must be planned."""
+) -> tuple[CopiesByPool | None, str]:
+    """Return the copies of the cached graph if all ranks that compile it have cached it; None if it must be planned;
+    and the first difference between the graphs of ranks if these have the same collectives, which `alike` describes."""
     opened = None
     if cached is not None and followed is not None:
         opened = still_open([cached]) if _may_follow(cached, followed) else None
         cached = None if opened is None else cached
-    if agreement is not None and not agreement.agree_on_graph(text, "" if cached is None else cached.order):
-        return None
+    if agreement is not None:
+        compared = agreement.agree_on_graph(text, "" if cached is None else cached.order, alike)
+        if not compared.cached:
+            return None, compared.difference
     if cached is not None and followed is None:
         opened = reopened([cached], config, agreement)
-    return opened[0] if opened else None
+    return opened[0] if opened else None, ""
 
 
 def _may_follow(cached: CompiledGraph, followed: Followed[Agreed]) -> bool:

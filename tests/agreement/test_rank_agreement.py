@@ -16,11 +16,12 @@ import torch.distributed as dist
 from overlapc.agreement import rank_agreement
 from overlapc.agreement.graph_text import GraphText
 from overlapc.agreement.meeting import format_ranks
-from overlapc.agreement.rank_agreement import Peers
+from overlapc.agreement.rank_agreement import ComparedGraphs, Peers
 from overlapc.errors import RanksDisagree
 
 LINES = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(1, 100)]
 TEXT = GraphText(LINES)
+EQUAL = ComparedGraphs()
 
 
 def on_ranks(count: int, work: Callable[[Peers, int], Any], store: dist.Store | None = None, run: str = "") -> list:
@@ -122,13 +123,29 @@ def test_an_error_shows_the_first_differences_with_their_ranks() -> None:
     assert "rank 5 (1): (ends after 90 lines)" in text
 
 
+def test_graphs_that_are_not_equal_may_have_the_same_collectives() -> None:
+    def work(collectives: list[list[str]]) -> list:
+        def agree(peers: Peers, rank: int) -> ComparedGraphs:
+            text = GraphText(LINES[: 50 + rank])
+            return peers.agreement("forward", 20).agree_on_graph(text, "order", collectives[rank])
+
+        return on_ranks(2, agree)
+
+    ((cached, difference), other) = work([["all_reduce"], ["all_reduce"]])
+    assert (cached, difference) == other
+    assert not cached, "a hash of the order tells nothing about another graph"
+    assert "rank 0 (1): (ends after 50 lines)" in difference
+    for collectives in ([["all_reduce"], ["broadcast"]], [[], []], [["all_reduce"], []]):
+        assert "(ends after 50 lines)" in one_text(work(collectives))
+
+
 def test_sizes_are_compared_within_each_group_only() -> None:
     groups = [(0, 1), (0, 1), (2, 3), (2, 3)]
 
     def work(rows: list[int]) -> list:
         def agree(peers: Peers, rank: int) -> bool:
             sizes = {groups[rank]: [f"v1 = all_reduce [{rows[rank]}]"]}
-            return peers.agreement("forward", 20).agree_on_graph(GraphText(LINES, sizes), "order")
+            return peers.agreement("forward", 20).agree_on_graph(GraphText(LINES, sizes), "order").cached
 
         return on_ranks(4, agree)
 
@@ -288,7 +305,7 @@ def test_a_restarted_job_does_not_read_keys_of_the_previous_run() -> None:
     with pytest.raises(RanksDisagree):
         Peers(store, 0, (0, 1), "job/0").agreement("f", 0.05).agree_on_graph(TEXT)
     outcomes = on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(TEXT), store, "job/1")
-    assert outcomes == [False, False]  # no rank has a cached step
+    assert outcomes == [EQUAL, EQUAL]
 
 
 def test_a_verdict_of_another_job_in_the_same_store_is_an_error() -> None:
@@ -372,7 +389,7 @@ def test_the_work_of_a_rank_is_small_with_many_ranks(kind: str, count: int) -> N
 def test_agreeing_on_a_large_graph_is_quick() -> None:
     lines = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(20_000)]
     began = time.monotonic()
-    assert on_ranks(8, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(GraphText(lines))) == [False] * 8
+    assert on_ranks(8, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(GraphText(lines))) == [EQUAL] * 8
     assert time.monotonic() - began < 2
 
 
@@ -388,7 +405,9 @@ def test_a_cached_step_is_used_only_if_all_ranks_have_the_same():
     def agree(kept: list[str]) -> list[Any]:
         return on_ranks(
             len(kept),
-            lambda peers, rank: peers.agreement("f", 20).agree_on_graph(GraphText(["v0 = placeholder"]), kept[rank]),
+            lambda peers, rank: (
+                peers.agreement("f", 20).agree_on_graph(GraphText(["v0 = placeholder"]), kept[rank]).cached
+            ),
         )
 
     assert agree(["order", "order", "order"]) == [True] * 3

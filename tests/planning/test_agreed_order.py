@@ -25,12 +25,12 @@ STEP = """
 def planned(schedule: Schedule, order: str) -> Agreed:
     """Return the agreement of ranks on `schedule` in the given order (names)."""
     moved = schedule.replace_order(order.split(), reorder_collectives=True)
-    return agreed_on(schedule, run_pipeline(moved, Context(passes=())), ())
+    return agreed_on(schedule, run_pipeline(moved, Context(passes=())))
 
 
 def following(schedule: Schedule, followed: Followed[Agreed]) -> list[tuple[Result, Agreed]]:
     results = follow(schedule, followed, Context())
-    return [(result, agreed_on(schedule, result, (), followed)) for result in results]
+    return [(result, agreed_on(schedule, result, followed)) for result in results]
 
 
 EARLIER = planned(parse(STEP.format(32)), "b w a v y c z u")

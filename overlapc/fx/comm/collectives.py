@@ -71,7 +71,6 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
     if not moved and kind != "unknown":
         raise CompileError(f"{node.name}: {node.target} has no tensor metadata to size it by")
     ranks = names.ranks(group) if group else _ranks_within(node, names)
-    label = label_of(node)
     return Comm(
         collective=kind,
         bytes=sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in moved),
@@ -79,8 +78,8 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
         size=len(ranks),
         dtype=str(moved[0].dtype).removeprefix("torch.") if moved else "",
         ranks=ranks,
-        unit=unit_of(label),
-        param="" if label is None else label.param,
+        unit=unit_of(label_of(node)),
+        param=param_of(node),
         variant=variant_of(node),
         safe=not is_asynchronous(node) and "::".join(op_of(node)) in safe | _SELF_WAITING,
     )
@@ -95,6 +94,12 @@ def _ranks_within(node: fx.Node, names: GroupNames) -> tuple[int, ...]:
 def unit_of(label: ParamLabel | None) -> str:
     """Return `Comm.unit` of a labelled parameter: the module given to `fully_shard`, which is gathered as a whole."""
     return "" if label is None else label.group or "root"
+
+
+def param_of(node: fx.Node) -> str:
+    """Return `Comm.param` of a collective: the sharded parameter that it serves; "" for none."""
+    label = label_of(node)
+    return "" if label is None else label.param
 
 
 def outputs_of(start: fx.Node) -> list[fx.Node]:
