@@ -60,7 +60,7 @@ class ComparedGraphs(NamedTuple):
 
 
 class PlansDiffer(RanksDisagree):
-    """Ranks compare equal graphs, but planned other nodes for them (of a size of 0 on some ranks, for instance)."""
+    """Ranks planned other kernels for equal graphs, in which tensors have other sizes on other ranks."""
 
 
 def _joined(values: Mapping[int, bytes]) -> bytes:
@@ -159,9 +159,9 @@ class GraphAgreement:
             raise RanksDisagree(self._difference(at, in_group, _SAME_CODE, found["variants"], own))
         return ComparedGraphs(bool(found["same"]) and not difference, difference)
 
-    def have_the_same(self, stage: str, text: str) -> bool:
-        """Whether all ranks have the same `text`, which is not empty."""
-        return bool(self._compare_hashes(stage, text, {})["same"])
+    def agree_on_kernels(self, names: Sequence[str]) -> None:
+        """Raise PlansDiffer unless all ranks have fused the graph into kernels of these names, in this order."""
+        self._agree("kernels", "ranks fuse kernels in different ways", names, error=PlansDiffer)
 
     def compare_cached(
         self, cached: str, sizes: Mapping[tuple[int, ...], str], shapes: Shapes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,6 @@ from overlapc.lowering import Communication, Target, lower
 from overlapc.lowering.product import Product
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.repeated_layers import Repeated, stand_ins
-from overlapc.runtime.cache import content_key
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 
@@ -49,24 +47,13 @@ class GraphToFuse:
     def fused(self) -> tuple[LoweredGraph, FusionReport]:
         """Lower and fuse the graph; return it in loop IR with its fused ops, and the report of fusion.
 
-        If sizes of a tensor differ between ranks, two kernels may have the same loops on one rank only. A graph that
-        ranks fuse in different ways is not fused: they would estimate and order different kernels.
+        Raise PlansDiffer if ranks fuse it in different ways: if sizes of a tensor differ between ranks, two kernels may
+        have the same loops on one rank only.
         """
         lowered, report = self._fused()
-        kernels = ",".join(op.name for op in lowered.ops)
-        if self.agreement is None or self.agreement.have_the_same("kernels", content_key(kernels)):
-            return lowered, report
-        count("graphs_not_fused")
-        warnings.warn(
-            f"{self.name}: its kernels are not fused, because some of its tensors have other sizes on other ranks,"
-            " which would fuse them in other ways"
-            "\nhint: give all ranks the same sizes, or symbolic ones (no dynamic=False)",
-            stacklevel=2,
-        )
-        lowered = self._lowered({})
-        _share_hints(lowered, self.agreement)
-        ops, report = fuse_ops(lowered, enabled=False)
-        return replace(lowered, ops=ops), report
+        if self.agreement is not None:
+            self.agreement.agree_on_kernels([op.name for op in lowered.ops])
+        return lowered, report
 
     def _fused(self) -> tuple[LoweredGraph, FusionReport]:
         config = self.config

@@ -263,10 +263,9 @@ def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement |
     """Return `schedule` with estimates, which are the medians of all ranks' estimates."""
     schedule = estimate_schedule(schedule, chain)
     if agreement is not None:
-        keys = _keys(schedule)
         known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
-        agreed = agreement.agree_on_medians({keys[name]: estimate.ns for name, estimate in known.items()})
-        schedule = schedule.with_estimates({name: Estimate(agreed[keys[name]], known[name].source) for name in known})
+        agreed = agreement.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
+        schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
     return schedule
 
 
@@ -278,29 +277,27 @@ def _with_common_sizes(schedule: Schedule, agreement: GraphAgreement) -> Schedul
     different sizes, passes would reach their memory limit on one rank earlier than on another, and a budget has to hold
     on all ranks.
     """
-    keys = _keys(schedule)
-    sizes = {f"buffer {at}": buffer.bytes for at, buffer in enumerate(schedule.buffers.values())}
-    scratch = {f"scratch memory of {keys[node.name]}": node.scratch_bytes for node in schedule.nodes}
-    moved = {f"data of {keys[node.name]}": node.comm.bytes for node in schedule.nodes if node.comm is not None}
+    sizes = {name: buffer.bytes for name, buffer in schedule.buffers.items()}
+    scratch = {_scratch_of(node): node.scratch_bytes for node in schedule.nodes}
+    moved = {_data_of(node): node.comm.bytes for node in schedule.nodes if node.comm is not None}
     largest = agreement.agree_on_largest(sizes | scratch | moved)
 
     def common(node: ScheduleNode) -> ScheduleNode:
-        most = largest[f"scratch memory of {keys[node.name]}"]
-        comm = None if node.comm is None else replace(node.comm, bytes=largest[f"data of {keys[node.name]}"])
+        most = largest[_scratch_of(node)]
+        comm = None if node.comm is None else replace(node.comm, bytes=largest[_data_of(node)])
         same = (most, comm) == (node.scratch_bytes, node.comm)
         return node if same else replace(node, scratch_bytes=most, comm=comm)
 
-    buffers = {
-        name: replace(buffer, bytes=largest[f"buffer {at}"])
-        for at, (name, buffer) in enumerate(schedule.buffers.items())
-    }
+    buffers = {name: replace(buffer, bytes=largest[name]) for name, buffer in schedule.buffers.items()}
     return replace(schedule, nodes=tuple(map(common, schedule.nodes)), buffers=buffers)
 
 
-def _keys(schedule: Schedule) -> dict[str, str]:
-    """Return what ranks call each node: its position and op. Names may differ, because torch numbers them over nodes
-    that only one rank has (0 times a size is a number, 1 times the size is that size)."""
-    return {node.name: f"node {at} ({node.op})" for at, node in enumerate(schedule.nodes)}
+def _scratch_of(node: ScheduleNode) -> str:
+    return f"scratch memory of {node.name}"
+
+
+def _data_of(node: ScheduleNode) -> str:
+    return f"data of {node.name}"
 
 
 def _beside_what_is_held(schedule: Schedule) -> Schedule:

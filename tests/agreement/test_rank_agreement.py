@@ -40,7 +40,7 @@ def on_ranks(count: int, work: Callable[[Peers, int], Any], store: dist.Store | 
 
 def one_text(outcomes: list) -> str:
     """Return the text of the error, which must be the same on all ranks."""
-    assert {type(outcome) for outcome in outcomes} == {RanksDisagree}
+    assert all(isinstance(outcome, RanksDisagree) for outcome in outcomes)
     (text,) = {str(outcome) for outcome in outcomes}
     return text
 
