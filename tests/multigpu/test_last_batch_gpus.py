@@ -1,4 +1,4 @@
-"""Batches of other sizes on one of two ranks, each with its own GPU or both on one."""
+"""Batches of other sizes and other graphs on one of two ranks, each with its own GPU or both on one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.planning.test_last_batch_ranks import (
     train,
     words,
 )
+from tests.planning.test_unequal_graphs_ranks import PROGRAMS, differences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,3 +33,10 @@ def test_ranks_may_begin_with_batches_of_different_sizes(tmp_path: Path) -> None
     for cold, warm in on_ranks(2, begins_with_other_sizes, str(tmp_path), "cuda"):
         assert cold == pytest.approx(expected, rel=1e-4)
         assert warm == pytest.approx(expected, rel=1e-4)
+
+
+def test_ranks_whose_graphs_differ_train_as_in_eager_mode(tmp_path: Path) -> None:
+    for outcome in on_ranks(2, differences, str(tmp_path), "cuda"):
+        assert set(outcome) == {program.__name__ for program in PROGRAMS}
+        assert max(worst for worst, _ in outcome.values()) < 1e-5
+        assert min(unequal for _, unequal in outcome.values()) > 0

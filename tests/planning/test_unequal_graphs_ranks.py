@@ -39,7 +39,7 @@ def placed_among_the_others(x: Tensor) -> Tensor:
 
 def placed_in_global_rows(x: Tensor) -> Tensor:
     """Labels count rows of all ranks; with a symbolic size, rank 0 adds the number 0 and rank 1 the size."""
-    labels = torch.arange(x.shape[0]) + x.shape[0] * dist.get_rank()
+    labels = torch.arange(x.shape[0], device=x.device) + x.shape[0] * dist.get_rank()
     return F.cross_entropy(x @ gathered(x, 0).t(), labels)
 
 
@@ -67,10 +67,10 @@ class Model(nn.Module):
         return self.program(x).square().mean()
 
 
-def trained(program: Callable[[Tensor], Tensor], compiled: bool, options: dict[str, Any]) -> list[Tensor]:
+def trained(program: Callable[[Tensor], Tensor], compiled: bool, device: str, options: dict[str, Any]) -> list[Tensor]:
     """Return the losses of two steps with batches of two sizes, and the parameters after them."""
-    model = Model(program)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Model(program).to(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for part in (*model.layers, model):
         overlapc.fully_shard(part, mesh)
     torch._dynamo.reset()
@@ -79,7 +79,7 @@ def trained(program: Callable[[Tensor], Tensor], compiled: bool, options: dict[s
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for rows in (4, 6):
-        loss = step(torch.randn(rows, WIDTH, generator=generator))
+        loss = step(torch.randn(rows, WIDTH, generator=generator).to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,14 +87,14 @@ def trained(program: Callable[[Tensor], Tensor], compiled: bool, options: dict[s
     return [*losses, *(param.full_tensor() for param in model.parameters())]  # type: ignore[attr-defined]
 
 
-def differences(cache: str) -> dict[str, tuple[float, int]]:
+def differences(cache: str, device: str = "cpu") -> dict[str, tuple[float, int]]:
     """Return the largest difference from eager mode, and the number of graphs that are not the same on all ranks."""
     torch.set_num_threads(1)
-    options = {"rank_timeout": 60.0, "native": False, "cache_dir": f"{cache}/{dist.get_rank()}"}
+    options = {"rank_timeout": 60.0, "native": device != "cpu", "cache_dir": f"{cache}/{dist.get_rank()}"}
     found = {}
     for program in PROGRAMS:
         before = counted("graphs_unlike_those_of_other_ranks")
-        pairs = zip(trained(program, True, options), trained(program, False, options), strict=True)
+        pairs = zip(*(trained(program, compiled, device, options) for compiled in (True, False)), strict=True)
         worst = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
         found[program.__name__] = worst, counted("graphs_unlike_those_of_other_ranks") - before
     return found
