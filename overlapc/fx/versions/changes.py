@@ -110,7 +110,8 @@ def pads_on_every_rank() -> Iterator[None]:
     """Let DTensor pad and cut tensors on all ranks while it is traced, also on those where nothing is missing.
 
     Only some ranks pad if a dim does not divide evenly; ranks would then trace different graphs. torch does this itself
-    for symbolic sizes (2.13).
+    for symbolic sizes (2.13). An empty part is cut from the tensor, too: if it were a new tensor, its gradient would
+    depend on nothing, and torch would communicate it in forward.
     """
 
     def padded(tensor: torch.Tensor, dim: int, missing: Any) -> torch.Tensor:
@@ -126,9 +127,13 @@ def pads_on_every_rank() -> Iterator[None]:
     def cut_to_part(dim: int, tensor: torch.Tensor, added: Sequence[int], rank: int, _: bool) -> torch.Tensor:
         return cut(tensor, dim, added[rank])
 
+    def filled(parts: list[torch.Tensor], dim: int, missing: int) -> list[torch.Tensor]:
+        return [*parts, *(parts[0].narrow(dim, 0, 0) for _ in range(missing))]
+
     pad, unpad = placement_types.pad_tensor, placement_types.unpad_tensor
     of_parts = {"_maybe_unpad_tensor_with_sizes": staticmethod(cut_to_part)}
-    with replaced(placement_types, pad_tensor=padded, unpad_tensor=cut), replaced(placement_types.Shard, **of_parts):
+    functions = {"pad_tensor": padded, "unpad_tensor": cut, "fill_empty_tensor_to_shards": filled}
+    with replaced(placement_types, **functions), replaced(placement_types.Shard, **of_parts):
         yield
 
 
