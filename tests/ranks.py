@@ -238,7 +238,9 @@ def _work(job: _Job) -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     stacks = (job.out / f"stacks.{rank}").open("w")  # one file per rank, so that concurrent dumps do not mix
     faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1), file=stacks)  # if it hangs
-    dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout_s))
+    # It discards Dynamo's rules, lest they were computed before torch.distributed was imported; here they were not.
+    with mock.patch("torch._dynamo.trace_rules.clear_lru_cache"):
+        dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout_s))
     # A function may end at once: then another rank, still connecting, would fail instead.
     (job.out / f"connected.{rank}.{attempt}").touch()
     while len(list(job.out.glob(f"connected.*.{attempt}"))) < dist.get_world_size() and time.monotonic() < job.ends:
