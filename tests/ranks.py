@@ -224,7 +224,9 @@ def _launch(job: _Job, nproc: int, environment: dict[str, str]) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=str(job.out / "torchrun")),
         )
     job.prepare()
-    elastic_launch(how, _work)(job)
+    # The name of each step of the rendezvous, which nothing records: finding it takes nearly all time of a launcher.
+    with mock.patch("torch.distributed.elastic.rendezvous.dynamic_rendezvous.get_method_name", return_value=""):
+        elastic_launch(how, _work)(job)
 
 
 def _work(job: _Job) -> None:
@@ -238,7 +240,7 @@ def _work(job: _Job) -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     stacks = (job.out / f"stacks.{rank}").open("w")  # one file per rank, so that concurrent dumps do not mix
     faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1), file=stacks)  # if it hangs
-    # It discards Dynamo's rules, lest they were computed before torch.distributed was imported; here they were not.
+    # It discards Dynamo's rules in case they were computed before torch.distributed was imported; here they were not.
     with mock.patch("torch._dynamo.trace_rules.clear_lru_cache"):
         dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout_s))
     # A function may end at once: then another rank, still connecting, would fail instead.
