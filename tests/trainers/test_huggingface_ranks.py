@@ -123,7 +123,8 @@ def work(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (train, precision, _) in CASES.items():
         for ours, resume in ((False, False), (True, False), (True, True)):
-            torch._dynamo.reset()
+            if not resume:  # else it may use the graphs of the run that it continues
+                torch._dynamo.reset()
             before = counted("collectives")
             with contextlib.redirect_stdout(None):
                 outcome = train(ours, Path(folder) / f"{name}-{ours}", resume, precision)

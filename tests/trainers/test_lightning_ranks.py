@@ -73,7 +73,8 @@ def train(ours: bool, folder: Path, resume: bool) -> dict[str, list[float]]:
 def work(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for ours, resume in ((False, False), (True, False), (True, True)):
-        torch._dynamo.reset()
+        if not resume:  # else it may use the graphs of the run that it continues
+            torch._dynamo.reset()
         before = counted("collectives")
         with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
             found[f"{ours}, {resume}"] = train(ours, Path(folder) / f"{ours}", resume)
