@@ -217,10 +217,9 @@ def _check_gathers(gm: GraphModule) -> None:
     if compiled_alone(gm.graph):
         _advise(
             "overlapc compiles a module of a sharded model by itself: communication is scheduled within one compiled"
-            " graph, so no compute hides this module's gathers and reductions. Equal modules share one graph; after"
-            f" torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) different ones Dynamo runs"
-            " the others eagerly.\nhint: compile the outermost module, torch.compile(model); if you already do,"
-            " there is a graph break in the model: TORCH_LOGS=graph_breaks shows where"
+            " graph, so no compute hides this module's gathers and reductions.\nhint: compile the outermost module,"
+            " torch.compile(model); if you already do, there is a graph break in the model: TORCH_LOGS=graph_breaks"
+            " shows where"
         )
 
 

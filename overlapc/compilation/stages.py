@@ -28,7 +28,7 @@ from overlapc.config import Config
 from overlapc.fx.captured.layout_inputs import without_layout_inputs
 from overlapc.fx.comm.collectives import communicates
 from overlapc.fx.op_by_op import reason_to_run_op_by_op
-from overlapc.fx.versions.dynamo import compiled_autograd
+from overlapc.fx.versions.dynamo import compiled_autograd, note_collectives
 from overlapc.fx.versions.graphs import use_real_objects
 from overlapc.graph_names import FORWARD, INFERENCE, kind_of
 from overlapc.ir.ops import LoweredGraph
@@ -106,6 +106,8 @@ def compile_graph(
     """Compile one graph of ATen ops and functional collectives. `watch` is told of each graph of the step."""
     with phase("graph"), deterministic(config.deterministic):  # backward is compiled when it first runs
         use_real_objects(gm)
+        if communicates(gm.graph):
+            note_collectives()
         key = _graph_key(gm, config, name)
         built = _build(gm, config, name, key=key)
     if watch is not None:

@@ -59,9 +59,8 @@ def fully_shard(
     offload_policy: only FSDP2's default, which offloads nothing.
     ignored_params: neither sharded nor reduced.
 
-    Compile the outermost module. If blocks are compiled one by one, each block is a recompile (the graph contains the
-    names of its parameters), and Dynamo stops after `torch._dynamo.config.recompile_limit` of them. A module whose
-    forward is not one graph (it runs eagerly, or breaks the graph) gathers all its parameters when it begins.
+    Compile the outermost module: no compute hides the communication of blocks that are compiled one by one. A module
+    whose forward is not one graph (it runs eagerly, or breaks the graph) gathers all its parameters when it begins.
 
     Raises ConfigError for a mesh, module, parameter or option that cannot be used.
     """

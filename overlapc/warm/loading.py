@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from overlapc.codegen.compiled_graph import CompiledGraph
 from overlapc.config import Config
+from overlapc.fx.versions.dynamo import note_collectives
 from overlapc.graph_names import graph_name, kind_of
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.report import record
@@ -100,6 +101,8 @@ def load_step(
         copies = None if any(graph.copies for graph in graphs) else [{} for _ in graphs]  # all ranks open pools
     if cached is None or copies is None:
         return None
+    if cached[0].communicates:
+        note_collectives()
     number = next_number() if number is None else number
     made = [
         partial(_from_cache, graph, of_graph, config=config, number=number)

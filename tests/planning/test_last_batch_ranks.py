@@ -669,6 +669,44 @@ def test_a_graph_follows_none_with_other_reductions() -> None:
     assert values_on_ranks(other_reductions, 2, timeout_s=60) == [[True] * 3] * 2
 
 
+def more_sizes_than_dynamo_compiles() -> tuple[list[float], int]:
+    """Return the losses of a batch that changes on rank 0 only, and this rank's number of compiled graphs."""
+    torch.set_num_threads(1)
+    sharded = model(blocks=1)
+    overlapc.fully_shard(sharded, init_device_mesh("cpu", (2,)))
+    compiled = torch.compile(sharded, backend="overlapc", options={"rank_timeout": 20.0}, dynamic=False)
+    losses = []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (8, 7, 6, 5):
+            loss = compiled(torch.ones(8 if dist.get_rank() else rows, 16)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+    return losses, counted("graphs")
+
+
+def test_a_rank_compiles_more_graphs_than_dynamos_limit_while_others_run_theirs() -> None:
+    expected = model(blocks=1)(torch.ones(8, 16)).square().mean().item()
+    (first, compiled), (second, _) = values_on_ranks(more_sizes_than_dynamo_compiles, 2, timeout_s=60)
+    assert first + second == pytest.approx([expected] * 8, rel=1e-5)
+    assert compiled == 2 * 4
+
+
+def more_graphs_than_dynamo_stores() -> float:
+    def total(x: Tensor) -> Tensor:
+        return funcol.all_reduce(x.sum(), "sum", dist.group.WORLD)
+
+    compiled = torch.compile(total, backend="overlapc", options={"rank_timeout": 20.0}, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2):
+        found = compiled(torch.ones(2)) + compiled(torch.ones(3))
+        with pytest.raises(overlapc.CompileError, match="pad inputs to fewer sizes"):
+            compiled(torch.ones(4))
+    return found.item()
+
+
+def test_a_function_that_communicates_and_that_dynamo_would_run_eagerly_for_good_is_an_error() -> None:
+    assert values_on_ranks(more_graphs_than_dynamo_stores, 2, timeout_s=60) == [10.0, 10.0]
+
+
 def other_sizes_of_collectives() -> str:
     options = {"rank_timeout": 10.0, "native": False}
     step = torch.compile(communicates_activations, backend="overlapc", options=options, dynamic=False)

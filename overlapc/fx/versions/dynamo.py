@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -15,9 +16,11 @@ import torch
 from torch import fx
 from torch._logging._internal import log_state
 
+from overlapc.errors import CompileError
 from overlapc.stack_room import has_stack_room, with_stack_room
 
 _numberings = itertools.count()
+_frames_with_collectives: set[tuple[int, int | None]] = set()  # (`frame_numbering`, Dynamo's number of the frame)
 _traced_again: WeakSet[torch._guards.CompileContext] = WeakSet()  # compilations of `trace_with_symbolic_sizes`
 
 
@@ -130,6 +133,52 @@ def compile_with_stack_room() -> None:
     dynamo: Any = convert_frame
     if not has_stack_room(dynamo._compile):
         dynamo._compile = with_stack_room(dynamo._compile)
+
+
+def note_collectives() -> None:
+    """Note that graphs of the frame being compiled communicate; do nothing outside of Dynamo."""
+    compiled = torch._guards.CompileContext.current_compile_id()
+    if compiled is not None:
+        _frames_with_collectives.add((frame_numbering(), compiled.frame_id))
+
+
+def compile_collectives_beyond_limit() -> None:
+    """Let Dynamo's `recompile_limit` not apply to frames with collectives.
+
+    Dynamo runs a frame eagerly once it has compiled that many graphs of it. Ranks get there at different times, because
+    their sizes change independently, and an eager frame does not launch its collectives in the order of the graphs that
+    other ranks run.
+    """
+    from torch._dynamo import config, convert_frame  # here, because importing Dynamo takes a second
+
+    dynamo: Any = convert_frame
+    exceeds = dynamo.exceeds_recompile_limit
+    if hasattr(exceeds, "__wrapped__"):
+        return
+
+    @wraps(exceeds)
+    def exceeds_without_collectives(cache_size: Any, compiled: torch._guards.CompileId) -> tuple[bool, str]:
+        exceeded, limit = exceeds(cache_size, compiled)
+        frame = frame_numbering(), compiled.frame_id
+        if not exceeded or frame not in _frames_with_collectives or config.fail_on_recompile_limit_hit:
+            return exceeded, limit
+        communicates = "it communicates, and other ranks may run compiled graphs of it"
+        hint = "TORCH_LOGS=recompiles shows why; pad inputs to fewer sizes, or compile without dynamic=False"
+        if limit != "recompile_limit":
+            raise CompileError(
+                f"Dynamo does not compile {compiled}, one more graph of a function, because of"
+                f" torch._dynamo.config.{limit} ({getattr(config, limit)}), and overlapc does not let the function run"
+                f" eagerly: {communicates}\nhint: {hint}, or raise the limit"
+            )
+        if cache_size.num_cache_entries_with_same_id_matched_objs == config.recompile_limit:
+            warnings.warn(
+                f"overlapc lets Dynamo compile a function more than {config.recompile_limit} times"
+                f" (torch._dynamo.config.recompile_limit) instead of running it eagerly: {communicates}\nhint: {hint}",
+                stacklevel=2,
+            )
+        return False, ""
+
+    dynamo.exceeds_recompile_limit = exceeds_without_collectives
 
 
 def no_guards_on_equal_meshes() -> None:
