@@ -57,6 +57,7 @@ class Agreed:
     captured: Captured = ()  # the collectives before transports are chosen; `to_follow` compares them
     packing: CopyCosts = CopyCosts(0.0, 0.0, 0.0)  # by which collectives were packed, from the profile of all ranks
     kept: KeptGathers | None = None  # in a forward whose backward would gather parameters again
+    keeps_unread: bool = False  # its collectives whose results are not read were not removed
 
     @property
     def order(self) -> str:

@@ -76,9 +76,13 @@ def _line(comm: Comm, members: Sequence[Place]) -> str:
     return f"{comm.carried} {what.strip()} @{comm.group}({comm.size}){size}"
 
 
-def in_order(launches: Sequence[Sequence[Place]], collectives: Captured) -> Agreed:
-    """Return an agreement on these launches, for a graph with these collectives, which are the same on all ranks."""
+def in_order(launches: Sequence[Sequence[Place]], collectives: Captured) -> Agreed | None:
+    """Return an agreement on these launches of another rank, for a graph with these collectives; None if it has
+    others."""
     name_at = {place: name for name, place in places_of(collectives).items()}
+    launched = [place for members in launches for place in members]
+    if len(launched) != len(name_at) or not name_at.keys() >= set(launched):
+        return None
     named = [tuple(name_at[place] for place in members) for members in launches]
     return Agreed(collectives, tuple((_name(members), members) for members in named), ())
 

@@ -95,7 +95,8 @@ def plan_graph(
     alone = followed is not None and not followed.compiling_ranks
     with _agreement(peers, config, name, gm) as agreement:
         text = GraphText([]) if agreement is None else text_of(gm.graph, GroupNames(gm.graph), param_of)
-        alike = [] if followed is not None else collective_lines(collectives)
+        # Copies of a graph that is followed must be used, and ranks with unequal graphs use none.
+        alike = [] if followed is not None and followed.agreed.copies is not None else collective_lines(collectives)
         copies, difference = _reused(cached, followed, agreement, text, alike, config)
         if cached is not None and copies is not None:
             if cached.agreed is not None and not alone:
@@ -105,8 +106,9 @@ def plan_graph(
             profile = agreement.agree_on_profile(profile)
         packing = followed.agreed.packing if followed else _NO_PACKING if difference else _copy_costs(profile)
         captured = _captured(gm, collectives, by_copies, packing)
-        if agreement is not None or followed is not None or not will_run:  # ranks have the same collectives to remove
-            drop_unread(gm)
+        keeps_unread = bool(difference) if followed is None else followed.agreed.keeps_unread
+        if not keeps_unread and (agreement is not None or followed is not None or not will_run):
+            drop_unread(gm)  # ranks have the same collectives to remove
         if pack(gm, packing):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
         planner = GraphPlanner(
@@ -139,6 +141,7 @@ def plan_graph(
         graph, sizes = order_hash(alike if difference else text.lines), hashes_of(text.sizes)
         kept = gm.meta.get(KEPT_GATHERS)
         agreed = replace(planned.agreed, graph=graph, sizes=sizes, captured=captured, packing=packing, kept=kept)
+        agreed = replace(agreed, keeps_unread=keeps_unread)
         known.append(agreed)
         planned = replace(planned, agreed=agreed)
     counts = {} if is_backward(name) else attention_counts(gm.graph)

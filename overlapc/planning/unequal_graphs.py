@@ -7,7 +7,8 @@ What ranks must have in common is the order of their collectives. The first rank
 others follow its order of launches, as a graph does that one rank recompiles alone (`agreed_order.py`). If dependences
 of another graph forbid this order, all launch what the first rank launches in the order of its program.
 
-No collective uses copies, because ranks would lay out their shared memory in different ways.
+No collective uses copies, because ranks would lay out their shared memory in different ways. All collectives are kept,
+also those whose results this rank does not read: another rank may read them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def collective_lines(collectives: Sequence[Collective]) -> list[str]:
         comm = each.comm
         if comm.collective not in KINDS:
             return []
-        facts = comm.collective, comm.size, comm.dtype, comm.variant, comm.channels, each.synchronous, each.unread
+        facts = comm.collective, comm.size, comm.dtype, comm.variant, comm.channels, each.synchronous
         lines.append(f"{places[each.start.name]} {facts}")
     return sorted(lines)
 
@@ -55,7 +56,7 @@ class UnequalGraph:
     def planned(self) -> Planned:
         """Return this rank's plan; RanksDisagree if its collectives cannot be in one order on all ranks."""
         count("graphs_unlike_those_of_other_ranks")
-        alone = replace(self.planner, agreement=None, followed=None)
+        alone = replace(self.planner, agreement=None)
         in_program_order = replace(alone, config=replace(alone.config, passes=(), reorder_collectives=False))
         for leader in (alone, in_program_order):
             planned = self._in_one_order(leader, alone)
@@ -69,18 +70,15 @@ class UnequalGraph:
     def _in_one_order(self, leader: GraphPlanner, alone: GraphPlanner) -> Planned | None:
         """Return this rank's plan in the order of the first rank, which `leader` plans; None if that is impossible."""
         leads = self.agreement.index_and_count[0] == 0
-        planned = leader.planned(communicates=True) if leads else None
+        planned = _if_possible(leader) if leads else None
         launches = "" if planned is None else _launches_of(planned)
         launches = self.agreement.exchange("launches of the first rank", launches)[0]
-        if leads:
+        if leads or not launches:
             return planned
-        collectives = find_collectives(alone.gm.graph, alone.config.safe_communication)
         places = [[_place(place) for place in members] for members in json.loads(launches)]
-        followed = Followed(in_order(places, _captured(collectives)))
-        try:
-            return replace(alone, followed=followed).planned(communicates=True)
-        except OrderImpossible:
-            return None
+        captured = _captured(find_collectives(alone.gm.graph, alone.config.safe_communication))
+        order = in_order(places, captured)
+        return None if order is None else _if_possible(replace(alone, followed=Followed(order)))
 
     def _warn(self) -> None:
         if self.agreement.index_and_count[0] == 0:
@@ -91,6 +89,13 @@ class UnequalGraph:
                 "\nhint: if the difference is not intended, look for branches on the rank",
                 stacklevel=2,
             )
+
+
+def _if_possible(planner: GraphPlanner) -> Planned | None:
+    try:
+        return planner.planned(communicates=True)
+    except OrderImpossible:
+        return None
 
 
 def _captured(collectives: Sequence[Collective]) -> Captured:

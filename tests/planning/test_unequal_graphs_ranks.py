@@ -18,6 +18,7 @@ from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks, whole_tensor
 
 WIDTH = 8
+SCALE = torch.linspace(1, 2, WIDTH)
 
 
 def gathered(x: Tensor, dim: int) -> Tensor:
@@ -51,7 +52,28 @@ def other_op(x: Tensor) -> Tensor:
     return gathered(x.exp() if dist.get_rank() else x.sigmoid().relu(), 1)
 
 
-PROGRAMS = (part_of_a_chunk, placed_among_the_others, placed_in_global_rows, rolled, other_op)
+def gathered_as_it_is_or_not(x: Tensor) -> Tensor:
+    """One rank gathers a graph input, the other one a value that it has computed."""
+    scale = SCALE.to(x.device)
+    return x.repeat(1, 2) * funcol.all_gather_tensor(scale * 2 if dist.get_rank() else scale, 0, dist.group.WORLD)
+
+
+def read_by_one_rank(x: Tensor) -> Tensor:
+    """The second of two collectives is read by no rank, and the first one otherwise by one rank."""
+    first = funcol.all_reduce(x.detach().sin(), "sum", dist.group.WORLD)
+    funcol.all_reduce(first, "sum", dist.group.WORLD)
+    return gathered(x + first if dist.get_rank() else x, 0)
+
+
+PROGRAMS = (
+    part_of_a_chunk,
+    placed_among_the_others,
+    placed_in_global_rows,
+    rolled,
+    other_op,
+    gathered_as_it_is_or_not,
+    read_by_one_rank,
+)
 
 
 class Model(nn.Module):

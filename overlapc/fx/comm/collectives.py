@@ -99,7 +99,7 @@ def unit_of(label: ParamLabel | None) -> str:
 def param_of(node: fx.Node) -> str:
     """Return `Comm.param` of a collective: the sharded parameter that it serves; "" for none."""
     label = label_of(node)
-    return "" if label is None else label.param
+    return "" if label is None or label.inferred else label.param
 
 
 def outputs_of(start: fx.Node) -> list[fx.Node]:

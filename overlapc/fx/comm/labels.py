@@ -32,6 +32,7 @@ class ParamLabel:
     post_size: int = 0  # reshard_after_forward=int: ranks that keep the parameter between forward and backward
     post_group: str = ""  # their process group's name, which differs between ranks
     post_rank: int = 0  # this rank in that group
+    inferred: bool = False  # from the graph, which may differ between ranks, so other ranks need not have it
 
     def as_annotation(self) -> dict[str, dict[str, Any]]:
         """Return the label for `torch.fx.traceback.annotate`; plain values only, because torch may log it as JSON."""
