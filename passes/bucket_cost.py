@@ -55,7 +55,9 @@ def bucket_node(members: Sequence[Node], payload: Any, cost: BucketCost) -> Node
     size_bytes = sum(comm_of(member).bytes for member in members)
     return replace(
         node,
-        comm=replace(comm, bytes=size_bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed", param=""),
+        comm=replace(
+            comm, bytes=size_bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed", param="", param_number=-1
+        ),
         estimate=cost.estimate(members),
         origin=replace(node.origin, module=comm.unit),
     )

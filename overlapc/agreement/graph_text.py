@@ -95,7 +95,8 @@ def text_of(graph: fx.Graph, groups: Groups, param_of: Callable[[fx.Node], str] 
         group = _group_of_equal_sizes(node)
         if group is not None:
             unnamed = _line(node, _Unnamed(), groups).removeprefix("? = ")
-            sized.append((param_of(node), groups.ranks(group), unnamed + _moved(node)))
+            param = param_of(node)
+            sized.append((param, groups.ranks(group), f"{unnamed}{_moved(node)} {param}".rstrip()))
         if node.op == "get_attr" and graph.owning_module is not None:
             inner = getattr(graph.owning_module, node.target, None)
             if isinstance(inner, fx.GraphModule):

@@ -86,6 +86,7 @@ class ShardGroup:
 # string per parameter, rather than on every field of the description.
 _params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
 _count = itertools.count()
+_numbers = itertools.count()
 
 # During an eager backward: full gradients of earlier micro-batches, to be reduced with this one's, by the key of the
 # parameter and its id (copies of a module share keys).
@@ -107,6 +108,7 @@ class ShardedParam:
     tensor_parallel: TensorParallel | None
     divisor: float | None = None  # of the sum of gradients over ranks; None: the number of ranks
     part: int = 0  # index of its module in the group
+    number: int = field(default_factory=lambda: next(_numbers))  # see `ParamLabel.number`
     # Descriptions of the same parameter by the options that controls change: an option set back restores the old key.
     variants: dict[object, ShardedParam] = field(default_factory=dict, repr=False)
     key: str = field(init=False)  # identifies this description to `unshard`; valid as long as this object lives
@@ -128,7 +130,7 @@ class ShardedParam:
         """How it is gathered and its gradient reduced, as plain values that are equal for equal parameters."""
         group = self.group
         fields = dataclasses.fields(self)
-        others = ("name", "group", "part", "variants", "key")
+        others = ("name", "group", "part", "number", "variants", "key")
         mine = [getattr(self, each.name) for each in fields if each.name not in others]
         return (*mine, group.axis, group.replicate, group.post, group.reshard)
 
@@ -152,6 +154,7 @@ class ShardedParam:
             post_size=post.size if post else 0,
             post_group=post.group if post else "",
             post_rank=post_rank,
+            number=self.number,
         )
 
     def computed_dtype(self, shard: Tensor) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,6 +15,7 @@ from torch.fx import Node
 from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_spanned_by
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
+from overlapc.fx.comm.labels import numbered
 from overlapc.fx.comm.pack import CopyCosts
 from overlapc.fx.versions.dynamo import frame_numbering, trace_with_symbolic_sizes
 from overlapc.fx.versions.tensors import agree_on_hint
@@ -124,14 +125,31 @@ def by_group(collectives: Captured) -> dict[str, dict[Place, Comm]]:
     return found
 
 
-def places_of(collectives: Captured) -> dict[str, Place]:
+def places_of(collectives: Captured, named: bool = True) -> dict[str, Place]:
     """Map the name of each collective to its group and its number among the collectives of this group that serve no
     sharded parameter. Those of a parameter are numbered by parameter and kind: graphs for other sizes may gather and
-    reduce parameters in another order, but run all other collectives in the order of the program."""
+    reduce parameters in another order, but run all other collectives in the order of the program.
+
+    named: parameters have their names, and positions only among those of one name. Else they have their positions
+    among all parameters, because the names differ between groups (experts).
+    """
+    served = [comm for _, comm in collectives if comm.param]
+    position = numbered(comm.param_number for comm in served)
+    of_name: defaultdict[str, set[int]] = defaultdict(set)
+    for comm in served:
+        of_name[comm.param].add(comm.param_number)
+    among_namesakes = {name: numbered(numbers) for name, numbers in of_name.items()}
+
+    def parameter(comm: Comm) -> str:
+        if not named:
+            return f"parameter {position[comm.param_number]}"
+        same = among_namesakes[comm.param]
+        return comm.param if len(same) == 1 else f"{comm.param} ({same[comm.param_number]})"
+
     numbers: Counter[tuple[str, str, str]] = Counter()
     found = {}
     for name, comm in collectives:
-        kind = comm.group, comm.param, comm.collective if comm.param else ""
+        kind = (comm.group, parameter(comm), comm.collective) if comm.param else (comm.group, "", "")
         found[name] = *kind, numbers[kind]
         numbers[kind] += 1
     return found

@@ -59,7 +59,8 @@ def agreed_on(schedule: Schedule, result: Result, followed: Followed[Agreed] | N
         for member in merged.get(name, ()):
             yield from members_of(member) if member in merged else (member,)
 
-    collectives, places = _collectives(schedule), places_of(_collectives(schedule))
+    collectives = _collectives(schedule)
+    places = places_of(collectives, named=False)
     launches, lines = [], []
     for name, comm in _collectives(result.schedule):
         members = tuple(members_of(name)) or (name,)
@@ -69,8 +70,8 @@ def agreed_on(schedule: Schedule, result: Result, followed: Followed[Agreed] | N
 
 
 def _line(comm: Comm, members: Sequence[Place]) -> str:
-    """Return a launch as text that is equal on all ranks: `all_gather layers.0.weight layers.0.bias @dp(4) 64B`, with
-    a number for a collective that serves no parameter, and for a further one of the same parameter."""
+    """Return a launch as text that is equal on all ranks: `all_gather parameter 0 parameter 1 @dp(4) 64B`, with a
+    number for a collective that serves no parameter, and for a further one of the same parameter."""
     what = " ".join(f"{param} #{number}" if number or not param else param for _, param, _, number in members)
     size = f" {comm.bytes}B" if equal_sizes(comm.collective, comm.via) else ""
     return f"{comm.carried} {what.strip()} @{comm.group}({comm.size}){size}"
@@ -79,7 +80,7 @@ def _line(comm: Comm, members: Sequence[Place]) -> str:
 def in_order(launches: Sequence[Sequence[Place]], collectives: Captured) -> Agreed | None:
     """Return an agreement on these launches of another rank, for a graph with these collectives; None if it has
     others."""
-    name_at = {place: name for name, place in places_of(collectives).items()}
+    name_at = {place: name for name, place in places_of(collectives, named=False).items()}
     launched = [place for members in launches for place in members]
     if len(launched) != len(name_at) or not name_at.keys() >= set(launched):
         return None

@@ -29,9 +29,12 @@ from overlapc.schedule.collective_kinds import KINDS
 
 
 def collective_lines(collectives: Sequence[Collective]) -> list[str]:
-    """Return what ranks must have in common, one line for each collective, without sizes, which `GraphText` has; none
-    if the order of a collective is not known to be the order of its launch (conditionals, unknown ops)."""
-    places = places_of(_captured(collectives))
+    """Return what ranks must have in common, one line for each collective; none if the order of a collective is not
+    known to be the order of its launch (conditionals, unknown ops).
+
+    Without sizes and names of parameters, which only the ranks of a group have in common (`GraphText.sizes`).
+    """
+    places = places_of(_captured(collectives), named=False)
     lines = []
     for each in collectives:
         comm = each.comm
@@ -62,9 +65,10 @@ class UnequalGraph:
             planned = self._in_one_order(leader, alone)
             if all(self.agreement.exchange("whether the order is possible", "yes" if planned else "")):
                 assert planned is not None
-                self.agreement.agree_on_order(planned.order.lines)
+                order = replace(planned.order, lines=_without_sizes(planned))
+                self.agreement.agree_on_order(order.lines)
                 self._warn()
-                return replace(planned, agreed=planned.order)
+                return replace(planned, order=order, agreed=order)
         raise RanksDisagree(self.difference)
 
     def _in_one_order(self, leader: GraphPlanner, alone: GraphPlanner) -> Planned | None:
@@ -103,8 +107,14 @@ def _captured(collectives: Sequence[Collective]) -> Captured:
 
 
 def _launches_of(planned: Planned) -> str:
-    places = places_of(planned.order.collectives)
+    places = places_of(planned.order.collectives, named=False)
     return json.dumps([[places[member] for member in members] for _, members in planned.order.launches])
+
+
+def _without_sizes(planned: Planned) -> tuple[str, ...]:
+    """Return the lines of the plan's order without sizes, in which the ranks of other groups may differ."""
+    places = places_of(planned.order.collectives, named=False)
+    return tuple(str([places[member] for member in members]) for _, members in planned.order.launches)
 
 
 def _place(found: Sequence[str | int]) -> Place:

@@ -60,6 +60,7 @@ class Comm:
     via: str = ""  # transport: "" for the process group's library, "copy" for copies
     variant: str = ""  # the reduction if it is not a sum ("avg"), or "2 blocks": what one launch cannot mix
     param: str = field(default="", compare=False)  # the sharded parameter that it serves; "" for none and for several
+    param_number: int = field(default=-1, compare=False)  # of this parameter; see `ParamLabel.number`
 
     @property
     def queue(self) -> str:

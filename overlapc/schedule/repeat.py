@@ -101,7 +101,7 @@ def _node_line(node: Node, buffers: Mapping[str, Buffer]) -> _Line:
     origin, comm = node.origin, node.comm
     nameless = replace(
         node, name="", reads=(), writes=(), mutates=(), after=(), payload=None,
-        comm=None if comm is None else replace(comm, unit="", param=""),
+        comm=None if comm is None else replace(comm, unit="", param="", param_number=-1),
     )  # fmt: skip
     names: _Names = (
         (node.name, origin.module, "" if comm is None else comm.unit),

@@ -19,6 +19,7 @@ from torch.fx.node import Node
 
 from overlapc.errors import OverlapcError
 from overlapc.fx.comm.group_names import ranks_of
+from overlapc.fx.comm.labels import annotation_text, numbers_in
 from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions.sharding import group_name_of, resolve_group
 from overlapc.fx.versions.tensors import size_hint
@@ -61,6 +62,7 @@ def shared_memory(inputs: Sequence[Any]) -> list[list[int]]:
 
 
 def _lines(gm: fx.GraphModule) -> Iterator[str]:
+    numbers = numbers_in(gm.graph)
     for node in gm.graph.nodes:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         yield "|".join(
@@ -71,7 +73,7 @@ def _lines(gm: fx.GraphModule) -> Iterator[str]:
                 _argument(node.args),
                 _argument(node.kwargs),
                 _value(node.meta.get("val")),
-                str(node.meta.get("custom", "")),
+                annotation_text(node, numbers),
                 str(is_coarse(node)),
                 node.meta.get("stack_trace") or "",
                 next(reversed(stack.values()))[0] if stack else "",
@@ -223,6 +225,7 @@ def _user_lines(gm: fx.GraphModule, params: Mapping[str, Any]) -> Iterator[str]:
     def described(leaf: Any) -> Any:
         return params[leaf] if isinstance(leaf, str) and leaf in params else leaf
 
+    numbers = numbers_in(gm.graph)
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "call_function", "call_method", "output"):
             raise NotCacheable(f"{node.name} is a {node.op}")
@@ -231,7 +234,7 @@ def _user_lines(gm: fx.GraphModule, params: Mapping[str, Any]) -> Iterator[str]:
         stack = node.meta.get("nn_module_stack") or {}
         module = next(reversed(stack.values()))[0] if stack else ""
         args = "|".join(_argument(fx.node.map_aggregate(each, described)) for each in (node.args, node.kwargs))
-        custom = str(node.meta.get("custom", ""))
+        custom = annotation_text(node, numbers)
         yield f"{node.op}|{node.name}|{_target(node)}|{args}|{custom}|{node.meta.get('stack_trace') or ''}|{module}"
 
 

@@ -59,10 +59,10 @@ def test_collectives_are_matched_by_their_position_in_the_group():
     assert may_run_beside(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
 
 
-def of_params(schedule: Schedule, **params: str) -> Schedule:
-    """Return the schedule with collectives (by name) that serve these parameters."""
+def of_params(schedule: Schedule, **params: int) -> Schedule:
+    """Return the schedule with collectives (by name) that serve parameters of these numbers, all called `weight`."""
     nodes = tuple(
-        replace(node, comm=replace(node.comm, param=params[node.name]))
+        replace(node, comm=replace(node.comm, param="weight", param_number=params[node.name]))
         if node.comm is not None and node.name in params
         else node
         for node in schedule.nodes
@@ -71,11 +71,12 @@ def of_params(schedule: Schedule, **params: str) -> Schedule:
 
 
 def test_collectives_of_parameters_are_matched_by_the_parameter():
-    """Torch may order the gathers of backward in another way for other sizes."""
+    """Torch may order the gathers of backward in another way for other sizes, and modules that were sharded by
+    themselves may have parameters of one name."""
     text = "a = all_gather(%p) @dp(2) : {}B 5us; v = wait(a); b = all_gather(%q) @dp(2) : {}B 5us; w = wait(b)"
     schedule, turned = (parse(f"{text.format(*sizes)}; return v, w") for sizes in ((64, 8), (8, 64)))
-    followed = Followed(planned(of_params(schedule, a="p", b="q"), "a b v w"))
-    found = following(of_params(turned, a="q", b="p"), followed)
+    followed = Followed(planned(of_params(schedule, a=3, b=5), "a b v w"))
+    found = following(of_params(turned, a=5, b=3), followed)
     assert found
     for result, agreed in found:
         assert [name for name in order_of(result.schedule) if name in ("a", "b")] == ["b", "a"]

@@ -71,6 +71,7 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
     if not moved and kind != "unknown":
         raise CompileError(f"{node.name}: {node.target} has no tensor metadata to size it by")
     ranks = names.ranks(group) if group else _ranks_within(node, names)
+    label = label_of(node)
     return Comm(
         collective=kind,
         bytes=sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in moved),
@@ -78,8 +79,9 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
         size=len(ranks),
         dtype=str(moved[0].dtype).removeprefix("torch.") if moved else "",
         ranks=ranks,
-        unit=unit_of(label_of(node)),
+        unit=unit_of(label),
         param=param_of(node),
+        param_number=-1 if label is None else label.number,
         variant=variant_of(node),
         safe=not is_asynchronous(node) and "::".join(op_of(node)) in safe | _SELF_WAITING,
     )
@@ -99,7 +101,7 @@ def unit_of(label: ParamLabel | None) -> str:
 def param_of(node: fx.Node) -> str:
     """Return `Comm.param` of a collective: the sharded parameter that it serves; "" for none."""
     label = label_of(node)
-    return "" if label is None or label.inferred else label.param
+    return "" if label is None or label.number < 0 else label.param
 
 
 def outputs_of(start: fx.Node) -> list[fx.Node]:

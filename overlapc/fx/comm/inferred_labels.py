@@ -41,7 +41,7 @@ def infer_labels(graph: fx.Graph) -> int:
         if chain:
             group = block_of(module_path(start)) or NO_MODULE
             for node in chain:
-                put_label(node, ParamLabel(group, start.name, axis="", inferred=True))
+                put_label(node, ParamLabel(group, start.name, axis=""))
             labelled += 1
     return labelled
 

@@ -9,7 +9,7 @@ that of its forward node, so forward and backward share one label, and a node's 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,10 @@ class ParamLabel:
     post_size: int = 0  # reshard_after_forward=int: ranks that keep the parameter between forward and backward
     post_group: str = ""  # their process group's name, which differs between ranks
     post_rank: int = 0  # this rank in that group
-    inferred: bool = False  # from the graph, which may differ between ranks, so other ranks need not have it
+    # Counts the sharded parameters of this process, which all ranks make in one order: two modules that were sharded by
+    # themselves may have parameters of one name. -1: the label was inferred from the graph, which may differ between
+    # ranks, so others need not have it.
+    number: int = -1
 
     def as_annotation(self) -> dict[str, dict[str, Any]]:
         """Return the label for `torch.fx.traceback.annotate`; plain values only, because torch may log it as JSON."""
@@ -44,6 +47,28 @@ def annotate(label: ParamLabel) -> AbstractContextManager[Any]:
     if traceback.has_preserved_node_meta():
         return traceback.annotate(label.as_annotation())
     return nullcontext()
+
+
+def annotation_text(node: fx.Node, of_number: Mapping[int, int]) -> str:
+    """Return the annotations of `node` as text that is equal in other processes.
+
+    of_number: the position of each number in the graph (`numbered`), because processes may have made other parameters.
+    """
+    custom = node.meta.get("custom", "")
+    if not isinstance(custom, Mapping) or KEY not in custom:
+        return str(custom)
+    return str({**custom, KEY: {**custom[KEY], "number": of_number[custom[KEY]["number"]]}})
+
+
+def numbered(numbers: Iterable[int]) -> dict[int, int]:
+    """Map the number of each sharded parameter to its position among these."""
+    return {number: at for at, number in enumerate(sorted(set(numbers)))}
+
+
+def numbers_in(graph: fx.Graph) -> dict[int, int]:
+    """Map the number of each label in the graph to its position among them."""
+    labels = map(label_of, graph.nodes)
+    return numbered(label.number for label in labels if label is not None)
 
 
 def put_label(node: fx.Node, label: ParamLabel) -> None:
