@@ -8,6 +8,7 @@ from typing import Any
 
 from torch._dynamo import disable
 from torch._dynamo.utils import flatten_graph_inputs
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -34,6 +35,7 @@ from overlapc.fx.versions.graphs import lacks_results
 from overlapc.gc_paused import gc_paused
 from overlapc.graph_names import BACKWARD, FORWARD, INFERENCE, graph_name
 from overlapc.passes.runner import select
+from overlapc.planning.agreed import compiles_with_others
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
 from overlapc.runtime.phases import phase
@@ -97,6 +99,9 @@ def _traced(
         step = _folded(trace, gm, inputs, compilers, divide) if trace_once else None
         return trace(gm, inputs, partition_fn=divide, **compilers) if step is None else step
 
+    # Ranks whose sizes are fixed would compile backward when it first runs, and ranks whose sizes are symbolic with
+    # forward: those would wait for each other, one in a meeting and the other in a collective of forward.
+    with_forward = compiles_with_others(config) and not compiled_autograd(gm)
     # The garbage collector is paused: tracing creates many objects, and all of them stay alive.
     with (
         phase("AOTAutograd"),
@@ -107,6 +112,7 @@ def _traced(
         no_code_of_graphs(),
         sizes_from_inputs(),
         pads_on_every_rank(),
+        functorch_config.patch(force_non_lazy_backward_lowering=with_forward),
     ):
         try:
             step = traced()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._guards import CompileContext
 from torch.fx import Node
 
-from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_spanned_by
+from overlapc.agreement.rank_agreement import GraphAgreement, Peers, peers_of, peers_spanned_by
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
 from overlapc.fx.comm.labels import numbered
@@ -167,6 +167,11 @@ def groups_of_step(inputs: Iterable[Any], config: Config) -> list[tuple[int, ...
         return []
     meshes = dict.fromkeys(value._spec.mesh for value in inputs if type(value).__name__ == "DTensor")
     return [tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes if mesh.get_coordinate() is not None]
+
+
+def compiles_with_others(config: Config) -> bool:
+    """Whether ranks exchange data while they compile."""
+    return config.rank_check and len(peers_of().meetings.ranks) > 1
 
 
 def peers_of_collectives(comms: Iterable[Comm], config: Config) -> Peers:

@@ -229,6 +229,28 @@ def test_micro_batches_may_have_different_sizes() -> None:
     assert max(values_on_ranks(accumulates, 2, timeout_s=60)) < 1e-6
 
 
+def compares_two_batches() -> float:
+    """Return the largest difference of gradients from one process, where the second of two forwards before the first
+    backward has another size on rank 1 only."""
+    torch.set_num_threads(1)
+    plain, sharded = words(), words()
+    overlapc.fully_shard(sharded, init_device_mesh("cpu", (2,)))
+    compiled = torch.compile(sharded, backend="overlapc", options={"rank_timeout": 20.0})
+    different, _, equal = texts()
+    pairs = [(equal[0], equal[0]), (equal[1], different[1])]
+    first, second = (compiled(x).square().mean() for x in pairs[dist.get_rank()])
+    (first * second).backward()
+    for pair in pairs:
+        first, second = (plain(x).square().mean() for x in pair)
+        (first * second / 2).backward()
+    grads = zip(plain.parameters(), sharded.parameters(), strict=True)
+    return max(float((want.grad - got.grad.full_tensor()).abs().max()) for want, got in grads)
+
+
+def test_a_rank_alone_may_compile_before_the_first_backward() -> None:
+    assert max(values_on_ranks(compares_two_batches, 2, timeout_s=60)) < 1e-6
+
+
 def test_a_rank_with_a_batch_of_another_size_uses_the_agreed_layout_of_copies(tmp_path: Path) -> None:
     check_layouts(values_on_ranks(starts, 2, str(tmp_path), "copy", timeout_s=240))
 
