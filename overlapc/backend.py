@@ -250,6 +250,7 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
     groups = groups_of_step(inputs, config)
     pairs = zip(inputs, gm.graph.find_nodes(op="placeholder"), strict=False)
     batches = [(value, node) for value, node in pairs if type(value) is torch.Tensor and _is_batch(node)]
+    gathered = _gathered(gm)  # now, because tracing rewrites the graph
     asked = False
 
     def agree(kind: str, cached: Sequence[CompiledGraph]) -> Sequence[Mapping[str, GraphCopies]] | None:
@@ -257,9 +258,22 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
         if asked:
             return None
         asked = True
-        return common_step(groups, kind, cached, config, notes_of(gm, config), batches)
+        return common_step(groups, kind, gathered, cached, config, notes_of(gm, config), batches)
 
     return agree if groups else None
+
+
+def _gathered(gm: GraphModule) -> frozenset[tuple[str, bool]]:
+    """Return the sharded parameters that Dynamo's graph gathers, and whether gradients stay unreduced. A graph in which
+    these are other ones than in all earlier graphs of a function is compiled by all ranks."""
+    gather = sys.modules.get("overlapc.parallel.gather")
+    if gather is None:  # overlapc has sharded no model
+        return frozenset()
+    from overlapc.fx.subgraphs import nodes_within
+
+    nodes = (node for outer in gm.graph.nodes for node in (outer, *nodes_within(outer)))
+    calls = (node for node in nodes if node.target is gather.unshard)
+    return frozenset((gather.param_of(str(call.args[1])).label.param, any(call.args[2:])) for call in calls)
 
 
 def _is_batch(node: Node) -> bool:

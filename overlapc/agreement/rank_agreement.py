@@ -76,7 +76,7 @@ class Peers:
         """run: distinguishes jobs over one store; must be equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
         self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> entry of each of its graphs, by age
-        self.compared: set[Any] = set()  # functions of whose inputs these ranks have compared the sizes
+        self.compared: set[Any] = set()  # steps of whose inputs these ranks have compared the sizes
         self.frame_numbering = -1  # of the latest graph; another one since `torch._dynamo.reset()`
         self.is_grid = False  # whether they are known to be a grid whose rows are equally spaced, on every axis
         self._compilations = itertools.count(1)

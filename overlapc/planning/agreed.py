@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -198,6 +198,7 @@ def _forget_before_reset(peers: Peers) -> None:
 def common_step(
     groups: Sequence[tuple[int, ...]],
     kind: str,
+    gathered: Hashable,
     cached: Sequence[CompiledGraph],
     config: Config,
     notes: dict[str, str],
@@ -206,16 +207,16 @@ def common_step(
     """Return the copies of each graph of a cached step if every rank has cached a step of the same graphs with the same
     orders of collectives; else None.
 
-    groups: see `groups_of_step`; kind: of the step's first graph; cached: this rank's cached step; batches: its inputs,
-    and where they are in Dynamo's graph.
+    groups: see `groups_of_step`; kind: of the step's first graph; gathered: equal for steps that a rank may compile
+    alone; cached: this rank's cached step; batches: its inputs, and where they are in Dynamo's graph.
 
     If ranks have inputs of different sizes, Dynamo traces the step again with these sizes symbolic, and all ranks plan
-    for the median of each: graphs for other sizes could be divided and fused in other ways. A recompile of a graph of
-    the same kind may happen on one rank alone: then ranks exchange nothing, and this rank's cached step must have the
-    orders that ranks agreed on before.
+    for the median of each: graphs for other sizes could be divided and fused in other ways. A recompile of a step that
+    gathers the same parameters may happen on one rank alone: then ranks exchange nothing, and this rank's cached step
+    must have the orders that ranks agreed on before.
     """
-    peers, function = _peers_of_groups(groups, config), key_of(kind, config)
-    if compiles_again() and function in peers.compared:
+    peers, step = _peers_of_groups(groups, config), (key_of(kind, config), gathered)
+    if compiles_again() and step in peers.compared:
         return still_open(cached) if cached and all(_is_agreed(graph, config) for graph in cached) else None
     graphs = ("" if graph.agreed is None else graph.agreed.graph for graph in cached)
     have = content_key(*graphs, *(graph.order for graph in cached)) if cached else ""
@@ -234,7 +235,7 @@ def common_step(
     if any_fixed:
         count("steps_with_different_sizes")
         trace_with_symbolic_sizes([(batches[at][1], dim) for at, dim, _ in unequal])
-    peers.compared.add(function)
+    peers.compared.add(step)
     for at, dim, median in unequal:
         symbol = traced[at][dim]
         if isinstance(symbol, torch.SymInt):
