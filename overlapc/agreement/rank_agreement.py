@@ -167,8 +167,8 @@ class GraphAgreement:
         self, cached: str, sizes: Mapping[tuple[int, ...], str], shapes: Shapes
     ) -> tuple[bool, list[tuple[int, int, int]], bool]:
         """Return whether all ranks have the same `cached`, which is not empty, and the ranks of each group the same
-        sizes; (index, dim, median) of each of the `shapes` in which ranks have different sizes of at least 2; and
-        whether any of these is fixed on any rank.
+        sizes; (index, dim, median) of each of the `shapes` in which ranks have different sizes of at least 2, or
+        only some ranks a symbolic one; and whether any of these is fixed on any rank.
 
         shapes: a symbolic size is negative.
         """
@@ -353,8 +353,8 @@ def _compared_hashes(values: Mapping[int, bytes]) -> bytes:
 
 
 def _unequal_dims(shapes: Sequence[Shapes]) -> list[tuple[int, int, int, bool]]:
-    """Return (index, dim, median size, whether a rank has a fixed size there) of dims in which ranks differ; none if
-    their numbers of shapes or dims differ.
+    """Return (index, dim, median size, whether a rank has a fixed size there) of dims in which ranks differ, be it only
+    in whether the size is symbolic; none if their numbers of shapes or dims differ.
 
     Without dims that have a size of 0 or 1 on some rank, for which torch always traces a graph of its own.
     """
@@ -365,7 +365,7 @@ def _unequal_dims(shapes: Sequence[Shapes]) -> list[tuple[int, int, int, bool]]:
         for dim in range(len(shape)):
             given = [of_rank[at][dim] for of_rank in shapes]
             sizes = sorted(map(abs, given))
-            if 1 < sizes[0] != sizes[-1]:
+            if sizes[0] > 1 and len(set(given)) > 1:
                 found.append((at, dim, sizes[len(sizes) // 2], max(given) > 0))
     return found
 

@@ -175,6 +175,7 @@ def test_a_cached_step_is_reused_only_if_the_ranks_of_each_group_have_the_same_s
         ([[[4, 8], [3]], [[2, 8], [5]]], ([(0, 0, 4), (1, 0, 5)], True)),
         ([[[-4]], [[2]]], ([(0, 0, 4)], True)),
         ([[[-4]], [[-2]]], ([(0, 0, 4)], False)),
+        ([[[-4, -8]], [[4, -8]]], ([(0, 0, 4)], True)),
         ([[[4, 8]], [[4, 1]]], ([], False)),  # torch always fixes 1
         ([[[4, 8]], [[32]]], ([], False)),  # the graphs differ, which ranks notice later
         ([[[4]], [[4], [2]]], ([], False)),

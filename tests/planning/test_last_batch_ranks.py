@@ -276,6 +276,24 @@ def test_a_second_model_may_begin_with_batches_of_different_sizes() -> None:
     assert values_on_ranks(two_models, 2, timeout_s=100) == [2, 2]
 
 
+def evaluates_as_at_first() -> float:
+    """Return the loss of an evaluation with the sizes of the first step, after a step that changed rank 0's only."""
+    torch.set_num_threads(1)
+    sharded = words()
+    overlapc.fully_shard(sharded, init_device_mesh("cpu", (2,)))
+    compiled = torch.compile(sharded, backend="overlapc", options={"rank_timeout": 20.0})
+    different, _, equal = texts()
+    for ranks in (equal, [different[0], equal[1]]):
+        compiled(ranks[dist.get_rank()]).square().mean().backward()
+    with torch.no_grad():
+        return compiled(equal[dist.get_rank()]).square().mean().item()
+
+
+def test_an_evaluation_may_have_a_size_that_has_changed_on_one_rank_only() -> None:
+    for rank, loss in enumerate(values_on_ranks(evaluates_as_at_first, 2, timeout_s=60)):
+        assert loss == pytest.approx(words()(texts()[2][rank]).square().mean().item(), rel=1e-5)
+
+
 def test_a_rank_with_a_batch_of_another_size_uses_the_agreed_layout_of_copies(tmp_path: Path) -> None:
     check_layouts(values_on_ranks(starts, 2, str(tmp_path), "copy", timeout_s=240))
 
