@@ -250,6 +250,7 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
     groups = groups_of_step(inputs, config)
     pairs = zip(inputs, gm.graph.find_nodes(op="placeholder"), strict=False)
     batches = [(value, node) for value, node in pairs if type(value) is torch.Tensor and _is_batch(node)]
+    batches.sort(key=lambda pair: pair[1].name)  # Dynamo's order of inputs depends on which sizes are symbolic
     gathered = _gathered(gm)  # now, because tracing rewrites the graph
     asked = False
 
