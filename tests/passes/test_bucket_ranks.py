@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import overlapc
 from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
+from overlapc.report import record
 from tests.parallel.tiny import Tiny, batch
 from tests.ranks import values_on_ranks
 
@@ -112,11 +113,9 @@ def precisions(device: str = "cpu", profile: str = PROFILE) -> dict[str, dict[st
         options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0, "profile": profile}
         step = torch.compile(model, backend="overlapc", fullgraph=True, options=options)
         loss = step(torch.arange(24.0, device=device).view(4, 6) / 24 + dist.get_rank())
-        counters = torch._dynamo.utils.counters["overlapc"]
-        forward = counters["collectives"]
         loss.backward()
         grads = {name: local(parameter.grad) for name, parameter in model.named_parameters() if parameter.requires_grad}
-        collectives = (forward, counters["collectives"] - forward)
+        collectives = tuple(len(graph.collectives) for graph in record.report_of_process().steps[-1].graphs[-2:])
         seen[passes] = {"loss": loss.detach(), "grads": grads, "collectives": collectives}
     return seen
 
