@@ -73,11 +73,19 @@ class GraphText:
 
     lines: list[str]  # of all ranks that compile it
     sizes: dict[tuple[int, ...], list[str]] = field(default_factory=dict)  # by ranks of a group, which compare these
+    operators: list[str] = field(default_factory=list)  # the calls in any order, without data flow
+    inputs: list[str] = field(default_factory=list)  # for which sizes torch has specialized the graph
 
 
 class _Unnamed(dict[fx.Node, str]):
+    """Names by which graphs are equal that compute a number where others have it as a constant."""
+
     def __missing__(self, node: fx.Node) -> str:
-        return "?"
+        return _SIZE if _is_number(node) else "?"
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
 
 
 def text_of(graph: fx.Graph, groups: Groups, param_of: Callable[[fx.Node], str] = lambda node: "") -> GraphText:
@@ -90,11 +98,14 @@ def text_of(graph: fx.Graph, groups: Groups, param_of: Callable[[fx.Node], str] 
     sized: list[tuple[str, tuple[int, ...], str]] = []  # parameter, ranks, line
     for index, node in enumerate(graph.nodes):
         names[node] = f"v{index}"
-        line = _line(node, names, groups)
-        text.lines.append(line)
+        text.lines.append(_line(node, names, groups))
+        unnamed = _line(node, _Unnamed(), groups).removeprefix("? = ")
+        if node.op == "placeholder":
+            text.inputs.append(_specialized(node.meta.get("val")))
+        elif node.op != "output" and not _is_number(node):
+            text.operators.append(unnamed)
         group = _group_of_equal_sizes(node)
         if group is not None:
-            unnamed = _line(node, _Unnamed(), groups).removeprefix("? = ")
             param = param_of(node)
             sized.append((param, groups.ranks(group), f"{unnamed}{_moved(node)} {param}".rstrip()))
         if node.op == "get_attr" and graph.owning_module is not None:
@@ -102,10 +113,20 @@ def text_of(graph: fx.Graph, groups: Groups, param_of: Callable[[fx.Node], str] 
             if isinstance(inner, fx.GraphModule):
                 within = text_of(inner.graph, groups, param_of)
                 text.lines.extend("  " + line for line in within.lines)
+                text.operators.extend("  " + line for line in within.operators)
                 sized.extend(("", ranks, "  " + line) for ranks, lines in within.sizes.items() for line in lines)
+    text.operators.sort()
     for _, ranks, line in sorted(sized, key=lambda entry: entry[0]):
         text.sizes.setdefault(ranks, []).append(line)
     return text
+
+
+def _specialized(value: Any) -> str:
+    """Return the sizes of an input as torch's traces depend on them: `1 # s` for a size of 1, a fixed and a symbolic
+    one."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return " ".join("s" if not isinstance(size, int) else str(size) if size <= 1 else _SIZE for size in value.shape)
 
 
 def _group_of_equal_sizes(node: fx.Node) -> str | None:

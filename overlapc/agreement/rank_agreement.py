@@ -138,20 +138,21 @@ class GraphAgreement:
         self, text: GraphText, cached_order: str = "", collectives: Sequence[str] = ()
     ) -> ComparedGraphs:
         """Raise RanksDisagree unless all ranks compile the graph that `text` describes, or one that has the same
-        `collectives`, which are not empty.
+        `collectives`, which are not empty, and the same operators; other ones only if torch traced it for other inputs
+        (a size of 1, or a symbolic one).
 
         cached_order: a hash of the order of collectives in this rank's cached compilation of the graph; "" if it has
         none. If all ranks have the same for the same graph, all may use it and need no further agreement.
         """
         at, what = f"{self.name}, graph", "ranks compile different graphs"
-        alike = _digest(collectives).decode() if collectives else ""
-        found = self._compare_hashes(
-            "graph", cached_order, hashes_of(text.sizes), graph=_digest(text.lines), alike=alike
-        )
+        texts = {"graph": text.lines, "collectives": collectives, "operators": text.operators, "inputs": text.inputs}
+        digests = {name: _digest(lines).decode() if lines else "" for name, lines in texts.items()}
+        found = self._compare_hashes("graph", cached_order, hashes_of(text.sizes), texts=digests)
         difference = ""
         if len(found["graphs"]) > 1:
             difference = self._difference(at, what, _SAME_CODE, found["graphs"], text.lines)
-            if not found["alike"]:
+            same = found["equal"]
+            if not collectives or not same["collectives"] or (same["inputs"] and not same["operators"]):
                 raise RanksDisagree(difference)
         if found["group"]:
             own = next((lines for ranks, lines in text.sizes.items() if _name_of(ranks) == found["group"]), [])
@@ -182,11 +183,10 @@ class GraphAgreement:
         cached: str,
         sizes: Mapping[tuple[int, ...], str],
         shapes: Shapes = (),
-        graph: bytes = b"",
-        alike: str = "",
+        texts: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
         of_groups = {_name_of(ranks): digest for ranks, digest in sizes.items()}
-        own = json.dumps([cached, of_groups, shapes, graph.decode(), alike]).encode()
+        own = json.dumps([cached, of_groups, shapes, dict(texts)]).encode()
         found: dict[str, Any] = json.loads(self._agree(stage, "ranks exchange hashes", (), own, _compared_hashes))
         return found
 
@@ -323,19 +323,20 @@ def _most_frequent_first(by_digest: Mapping[Any, list[int]]) -> list[list[int]]:
 
 def _compared_hashes(values: Mapping[int, bytes]) -> bytes:
     """Return whether all ranks have the same cached, a group whose ranks have different sizes, with its variants, the
-    dims in which shapes differ, the ranks of each graph, and whether all graphs are alike.
+    dims in which shapes differ, the ranks of each graph, and which texts about the graph are equal on all ranks.
 
-    values: by rank, what it has cached, the hash of the sizes of each of its groups, shapes, the hash of its graph, and
-    that of what makes graphs alike.
+    values: by rank, what it has cached, the hash of the sizes of each of its groups, shapes, and the hashes of texts.
     """
-    cached, all_shapes, all_alike = set(), [], set()
+    cached, all_shapes = set(), []
     graphs: dict[str, list[int]] = {}
+    all_texts: defaultdict[str, set[str]] = defaultdict(set)
     by_group: dict[str, dict[str, list[int]]] = {}
     for rank in sorted(values):
-        own, sizes, shapes, graph, alike = json.loads(values[rank])
+        own, sizes, shapes, texts = json.loads(values[rank])
         cached.add(own)
-        all_alike.add(alike)
-        graphs.setdefault(graph, []).append(rank)
+        for name, digest in texts.items():
+            all_texts[name].add(digest)
+        graphs.setdefault(texts.get("graph", ""), []).append(rank)
         all_shapes.append(shapes)
         for group, digest in sizes.items():
             by_group.setdefault(group, {}).setdefault(digest, []).append(rank)
@@ -347,7 +348,7 @@ def _compared_hashes(values: Mapping[int, bytes]) -> bytes:
         "variants": variants,
         "dims": _unequal_dims(all_shapes),
         "graphs": _most_frequent_first(graphs),
-        "alike": len(all_alike) == 1 and "" not in all_alike,
+        "equal": {name: len(digests) == 1 for name, digests in all_texts.items()},
     }
     return json.dumps(found).encode()
 

@@ -1,4 +1,4 @@
-"""Plans a graph that is not the same on all ranks, but has the same collectives on all of them.
+"""Plans a graph that is not the same on all ranks, but has the same operators and collectives on all of them.
 
     rank 0: cat([mine, other])    rank 1: cat([other, mine])    each rank puts its own part where its number says
     rank 0: add(x, 16)            rank 1: add(x, s0)            a number that changed on one rank only is a symbol there
@@ -90,7 +90,7 @@ class UnequalGraph:
             warnings.warn(
                 f"{shown}\nBecause they have the same collectives, all ranks launch them in the order that is best for"
                 f" rank {self.agreement.ranks[0]}, and none of them uses copies."
-                "\nhint: if the difference is not intended, look for branches on the rank",
+                "\nhint: give all ranks batches of the same sizes, if sizes of 0 or 1 make the difference",
                 stacklevel=2,
             )
 

@@ -124,9 +124,9 @@ def test_an_error_shows_the_first_differences_with_their_ranks() -> None:
 
 
 def test_graphs_that_are_not_equal_may_have_the_same_collectives() -> None:
-    def work(collectives: list[list[str]]) -> list:
+    def work(collectives: list[list[str]], operators: str = "mm mm", inputs: str = "ss") -> list:
         def agree(peers: Peers, rank: int) -> ComparedGraphs:
-            text = GraphText(LINES[: 50 + rank])
+            text = GraphText(LINES[: 50 + rank], {}, [operators.split()[rank]], [inputs[rank]])
             return peers.agreement("forward", 20).agree_on_graph(text, "order", collectives[rank])
 
         return on_ranks(2, agree)
@@ -137,6 +137,9 @@ def test_graphs_that_are_not_equal_may_have_the_same_collectives() -> None:
     assert "rank 0 (1): (ends after 50 lines)" in difference
     for collectives in ([["all_reduce"], ["broadcast"]], [[], []], [["all_reduce"], []]):
         assert "(ends after 50 lines)" in one_text(work(collectives))
+    same = [["all_reduce"], ["all_reduce"]]
+    assert "(ends after 50 lines)" in one_text(work(same, "mm relu"))
+    assert {result.cached for result in work(same, "mm relu", "s1")} == {False}, "torch traced it for another size"
 
 
 def test_sizes_are_compared_within_each_group_only() -> None:
