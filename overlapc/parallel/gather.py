@@ -191,10 +191,10 @@ def _halved(divisor: float) -> tuple[float, float]:
     return before, divisor / before
 
 
-class _Described(Mapping[str, Any]):
+class _Described(Mapping[str, tuple[Any, ParamLabel]]):
     """Maps the key of a sharded parameter to everything about it that a graph depends on, as plain values."""
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> tuple[Any, ParamLabel]:
         sharded = _params[key]
         return sharded.signature, sharded.label
 

@@ -19,7 +19,7 @@ from torch.fx.node import Node
 
 from overlapc.errors import OverlapcError
 from overlapc.fx.comm.group_names import ranks_of
-from overlapc.fx.comm.labels import annotation_text, numbers_in
+from overlapc.fx.comm.labels import ParamLabel, annotation_text, numbered, numbers_in
 from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions.sharding import group_name_of, resolve_group
 from overlapc.fx.versions.tensors import size_hint
@@ -37,7 +37,7 @@ def graph_key(gm: fx.GraphModule, *context: str) -> str:
 
 
 def user_graph_key(
-    gm: fx.GraphModule, inputs: Sequence[Any], *context: str, params: Mapping[str, Any] | None = None
+    gm: fx.GraphModule, inputs: Sequence[Any], *context: str, params: Mapping[str, tuple[Any, ParamLabel]] | None = None
 ) -> str:
     """Return the hash of `context` and a graph that Dynamo captured, on plain tensors and DTensors of static sizes.
 
@@ -218,12 +218,26 @@ def _mesh(mesh: Any) -> str:
     return f"mesh {mesh.device_type} {mesh.mesh_dim_names} {axes} rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
-def _user_lines(gm: fx.GraphModule, params: Mapping[str, Any]) -> Iterator[str]:
+def _user_lines(gm: fx.GraphModule, params: Mapping[str, tuple[Any, ParamLabel]]) -> Iterator[str]:
     if any(True for _ in gm.parameters()) or any(True for _ in gm.buffers()):
         raise NotCacheable("the graph has parameters or buffers of its own")
 
+    used: dict[str, tuple[Any, ParamLabel]] = {}
+
+    def noted(leaf: Any) -> Any:
+        if isinstance(leaf, str) and leaf in params:
+            used[leaf] = params[leaf]
+        return leaf
+
+    for node in gm.graph.nodes:
+        fx.node.map_aggregate((node.args, node.kwargs), noted)
+    of_number = numbered(label.number for _, label in used.values())
+
     def described(leaf: Any) -> Any:
-        return params[leaf] if isinstance(leaf, str) and leaf in params else leaf
+        if not (isinstance(leaf, str) and leaf in used):
+            return leaf
+        signature, label = used[leaf]
+        return signature, dataclasses.replace(label, number=of_number[label.number])
 
     numbers = numbers_in(gm.graph)
     for node in gm.graph.nodes:

@@ -247,8 +247,8 @@ class Traced:
         """Return op, module and label (parameter) of every node, with the number of equal nodes."""
         nodes = [node for node in self.graphs[name].graph.nodes if node.op == "call_function"]
         labels = [label_of(node) for node in nodes]
-        # Names of process groups differ between two models.
-        nameless = [label and replace(label, post_group="") for label in labels]
+        # Names of process groups and numbers of parameters differ between two models.
+        nameless = [label and replace(label, post_group="", number=0) for label in labels]
         return Counter(
             f"{node.target} {module_path(node)} {label}" for node, label in zip(nodes, nameless, strict=True)
         )

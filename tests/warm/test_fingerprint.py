@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.config import Config
+from overlapc.fx.comm.labels import ParamLabel
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable, graph_key, user_graph_key
 
@@ -65,7 +66,7 @@ def test_another_graph_has_another_key(function: Callable[[Tensor], Any], x: Ten
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("custom", {"overlapc": "label"}),
+        ("custom", ParamLabel("layers.0", "layers.0.weight", "dp").as_annotation()),
         ("stack_trace", "model.py:3"),
         ("nn_module_stack", {"L": ("layers.0", nn.Linear)}),
         ("fwd_nn_module_stack", {"L": ("layers.0", nn.Linear)}),
