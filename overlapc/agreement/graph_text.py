@@ -95,11 +95,12 @@ def text_of(graph: fx.Graph, groups: Groups, param_of: Callable[[fx.Node], str] 
     """
     text = GraphText([])
     names: dict[fx.Node, str] = {}
+    unnamed_nodes = _Unnamed()
     sized: list[tuple[str, tuple[int, ...], str]] = []  # parameter, ranks, line
     for index, node in enumerate(graph.nodes):
         names[node] = f"v{index}"
         text.lines.append(_line(node, names, groups))
-        unnamed = _line(node, _Unnamed(), groups).removeprefix("? = ")
+        unnamed = _line(node, unnamed_nodes, groups).removeprefix("? = ")
         if node.op == "placeholder":
             text.inputs.append(_specialized(node.meta.get("val")))
         elif node.op != "output" and not _is_number(node):

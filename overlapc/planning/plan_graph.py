@@ -140,8 +140,15 @@ def plan_graph(
     if planned.agreed is not None and not alone:
         graph, sizes = order_hash(alike if difference else text.lines), hashes_of(text.sizes)
         kept = gm.meta.get(KEPT_GATHERS)
-        agreed = replace(planned.agreed, graph=graph, sizes=sizes, captured=captured, packing=packing, kept=kept)
-        agreed = replace(agreed, keeps_unread=keeps_unread)
+        agreed = replace(
+            planned.agreed,
+            graph=graph,
+            sizes=sizes,
+            captured=captured,
+            packing=packing,
+            kept=kept,
+            keeps_unread=keeps_unread,
+        )
         known.append(agreed)
         planned = replace(planned, agreed=agreed)
     counts = {} if is_backward(name) else attention_counts(gm.graph)

@@ -65,7 +65,8 @@ class UnequalGraph:
             planned = self._in_one_order(leader, alone)
             if all(self.agreement.exchange("whether the order is possible", "yes" if planned else "")):
                 assert planned is not None
-                order = replace(planned.order, lines=_without_sizes(planned))
+                # Without sizes, in which the ranks of other groups may differ.
+                order = replace(planned.order, lines=tuple(map(str, _launches_of(planned))))
                 self.agreement.agree_on_order(order.lines)
                 self._warn()
                 return replace(planned, order=order, agreed=order)
@@ -75,7 +76,7 @@ class UnequalGraph:
         """Return this rank's plan in the order of the first rank, which `leader` plans; None if that is impossible."""
         leads = self.agreement.index_and_count[0] == 0
         planned = _if_possible(leader) if leads else None
-        launches = "" if planned is None else _launches_of(planned)
+        launches = "" if planned is None else json.dumps(_launches_of(planned))
         launches = self.agreement.exchange("launches of the first rank", launches)[0]
         if leads or not launches:
             return planned
@@ -106,15 +107,9 @@ def _captured(collectives: Sequence[Collective]) -> Captured:
     return tuple((each.start.name, each.comm) for each in collectives)
 
 
-def _launches_of(planned: Planned) -> str:
+def _launches_of(planned: Planned) -> list[list[Place]]:
     places = places_of(planned.order.collectives, named=False)
-    return json.dumps([[places[member] for member in members] for _, members in planned.order.launches])
-
-
-def _without_sizes(planned: Planned) -> tuple[str, ...]:
-    """Return the lines of the plan's order without sizes, in which the ranks of other groups may differ."""
-    places = places_of(planned.order.collectives, named=False)
-    return tuple(str([places[member] for member in members]) for _, members in planned.order.launches)
+    return [[places[member] for member in members] for _, members in planned.order.launches]
 
 
 def _place(found: Sequence[str | int]) -> Place:
