@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 import tests.untimed_guards  # noqa: F401
 
@@ -21,6 +22,10 @@ if not torch.cuda.is_available():
 # Most tests do not need the best order of nodes, and searching for it takes half of the compile time: search less.
 # tests/passes and tests/schedules test the search.
 os.environ.setdefault("OVERLAPC_SEARCH_EFFORT", "100")
+
+# No test of examples fails because this machine is busy: by default an example may take 200 ms.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 # Collections of garbage go over all that torch and sympy keep, again and again: a seventh of the CPU time of
 # parallel/test_replayed_blocks.py with lowering/test_scatter.py.
