@@ -6,23 +6,14 @@ kernel_cases.py. A problem stays in this list after a defect that it revealed is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernel_cases import TRAINED, Inputs, Problem
+from benchmarks.kernel_cases import TRAINED, Inputs, Make, Problem, named_in
 
-HELD_OUT: dict[str, Callable[[Inputs], Problem]] = {}
-
-
-def held_out(name: str) -> Callable[[Callable[[Inputs], Problem]], Callable[[Inputs], Problem]]:
-    def registered(make: Callable[[Inputs], Problem]) -> Callable[[Inputs], Problem]:
-        HELD_OUT[name] = make
-        return make
-
-    return registered
+HELD_OUT: dict[str, Make] = {}
+held_out = named_in(HELD_OUT)
 
 
 # --- gated activations of one product

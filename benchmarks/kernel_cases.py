@@ -81,12 +81,24 @@ class Inputs:
         return torch.randint(below, size, device=self.device)
 
 
-def problem(name: str, rare: bool = False) -> Callable[[Callable[[Inputs], Problem]], Callable[[Inputs], Problem]]:
-    def registered(make: Callable[[Inputs], Problem]) -> Callable[[Inputs], Problem]:
-        (RARE if rare else PROBLEMS)[name] = make
-        return make
+Make = Callable[[Inputs], Problem]  # makes the problem of one name
 
-    return registered
+
+def named_in(problems: dict[str, Make]) -> Callable[[str], Callable[[Make], Make]]:
+    """Return a decorator with a name, which adds the function below it to `problems`."""
+
+    def named(name: str) -> Callable[[Make], Make]:
+        def added(make: Make) -> Make:
+            problems[name] = make
+            return make
+
+        return added
+
+    return named
+
+
+problem = named_in(PROBLEMS)
+rare = named_in(RARE)
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -643,7 +655,7 @@ def _(make: Inputs) -> Problem:
 # --- rare: scans
 
 
-@problem("scan of one row", rare=True)
+@rare("scan of one row")
 def _(make: Inputs) -> Problem:
     def run(x: Tensor) -> Tensor:
         return x.cumsum(-1)
@@ -651,7 +663,7 @@ def _(make: Inputs) -> Problem:
     return Problem(run, (make.normal(1, 2048 * make.scale.tokens, dtype=torch.float32),))
 
 
-@problem("scan of eight rows", rare=True)
+@rare("scan of eight rows")
 def _(make: Inputs) -> Problem:
     def run(logits: Tensor) -> Tensor:
         return logits.softmax(-1).cumsum(-1)
@@ -659,7 +671,7 @@ def _(make: Inputs) -> Problem:
     return Problem(run, (make.normal(8, make.scale.large_vocabulary, dtype=torch.float32),))
 
 
-@problem("scan of columns", rare=True)
+@rare("scan of columns")
 def _(make: Inputs) -> Problem:
     def run(x: Tensor) -> Tensor:
         return x.cumsum(0)
@@ -667,7 +679,7 @@ def _(make: Inputs) -> Problem:
     return Problem(run, (make.normal(64 * make.scale.tokens, 16, dtype=torch.float32),))
 
 
-@problem("largest so far and its place", rare=True)
+@rare("largest so far and its place")
 def _(make: Inputs) -> Problem:
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cummax(x, -1)
@@ -678,7 +690,7 @@ def _(make: Inputs) -> Problem:
 # --- rare: statistics of long rows
 
 
-@problem("batch norm NCHW", rare=True)
+@rare("batch norm NCHW")
 def _(make: Inputs) -> Problem:
     s = make.scale
 
@@ -692,7 +704,7 @@ def _(make: Inputs) -> Problem:
 # --- rare: dims in other orders
 
 
-@problem("dims reversed", rare=True)
+@rare("dims reversed")
 def _(make: Inputs) -> Problem:
     s = make.scale
 
@@ -702,7 +714,7 @@ def _(make: Inputs) -> Problem:
     return Problem(run, (make.normal(2 * s.head, 2 * s.head, s.width // 8),))
 
 
-@problem("sum of three layouts", rare=True)
+@rare("sum of three layouts")
 def _(make: Inputs) -> Problem:
     s = make.scale
     first, second, third = 2 * s.head, s.width // 16, s.width // 8
@@ -717,7 +729,7 @@ def _(make: Inputs) -> Problem:
 # --- rare: the largest of many
 
 
-@problem("top-k of a vocabulary", rare=True)
+@rare("top-k of a vocabulary")
 def _(make: Inputs) -> Problem:
     s = make.scale
 
@@ -728,7 +740,7 @@ def _(make: Inputs) -> Problem:
     return Problem(run, (logits,), least={FORWARD: logits.nbytes})
 
 
-@problem("top-k of one row", rare=True)
+@rare("top-k of one row")
 def _(make: Inputs) -> Problem:
     def run(logits: Tensor) -> tuple[Tensor, Tensor]:
         return logits.topk(50, -1)
@@ -737,7 +749,7 @@ def _(make: Inputs) -> Problem:
     return Problem(run, (logits,), least={FORWARD: logits.nbytes})
 
 
-@problem("top-k of many rows", rare=True)
+@rare("top-k of many rows")
 def _(make: Inputs) -> Problem:
     def run(logits: Tensor) -> tuple[Tensor, Tensor]:
         return logits.topk(8, -1)

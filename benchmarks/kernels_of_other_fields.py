@@ -7,23 +7,14 @@ that of kernel_cases.py; sizes follow a scale's tokens and width, so that each m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernel_cases import TRAINED, Inputs, Problem
+from benchmarks.kernel_cases import TRAINED, Inputs, Make, Problem, named_in
 
-OTHER_FIELDS: dict[str, Callable[[Inputs], Problem]] = {}
-
-
-def other_field(name: str) -> Callable[[Callable[[Inputs], Problem]], Callable[[Inputs], Problem]]:
-    def registered(make: Callable[[Inputs], Problem]) -> Callable[[Inputs], Problem]:
-        OTHER_FIELDS[name] = make
-        return make
-
-    return registered
+OTHER_FIELDS: dict[str, Make] = {}
+other_field = named_in(OTHER_FIELDS)
 
 
 def _images(make: Inputs, channels: int, edge: int, channels_last: bool = False) -> Tensor:
@@ -287,48 +278,44 @@ def _(make: Inputs) -> Problem:
 # --- attention scores written out
 
 
-def _scores(make: Inputs, rows: int) -> Tensor:
+def _scores(make: Inputs) -> Tensor:
     s = make.scale
+    rows = min(1024, 8 * s.sequence)
     return make.normal(max(1, s.tokens // 1024), s.heads // 2, rows, rows)
 
 
 @other_field("softmax with ALiBi and a causal mask")
 def _(make: Inputs) -> Problem:
-    rows = min(1024, 8 * make.scale.sequence)
-
     def run(scores: Tensor, slopes: Tensor) -> Tensor:
-        places = torch.arange(rows, device=scores.device)
+        places = torch.arange(scores.shape[-1], device=scores.device)
         apart = places[None, :] - places[:, None]
         biased = scores.float() * 0.125 + slopes[:, None, None] * apart
         return biased.masked_fill(apart > 0, float("-inf")).softmax(-1).to(scores.dtype)
 
-    scores = _scores(make, rows)
+    scores = _scores(make)
     return Problem(run, (scores, torch.rand(scores.shape[1], device=make.device)), (0,), TRAINED)
 
 
 @other_field("softmax with a sink and capped scores")
 def _(make: Inputs) -> Problem:
-    rows = min(1024, 8 * make.scale.sequence)
-
     def run(scores: Tensor, sinks: Tensor) -> Tensor:
         capped = 50.0 * torch.tanh(scores / 50.0)
         sink = sinks[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
         return torch.cat((capped, sink), -1).float().softmax(-1)[..., :-1].to(scores.dtype)
 
-    scores = _scores(make, rows)
+    scores = _scores(make)
     return Problem(run, (scores, make.normal(scores.shape[1])), (0, 1), TRAINED)
 
 
 @other_field("softmax with T5's relative bias")
 def _(make: Inputs) -> Problem:
-    rows = min(1024, 8 * make.scale.sequence)
-    scores = _scores(make, rows)
+    scores = _scores(make)
 
     def run(scores: Tensor, table: Tensor, buckets: Tensor) -> Tensor:
         bias = table[buckets].permute(2, 0, 1).unsqueeze(0)
         return (scores + bias).float().softmax(-1).type_as(scores)
 
-    inputs = (scores, make.normal(32, scores.shape[1]), make.positions(32, rows, rows))
+    inputs = (scores, make.normal(32, scores.shape[1]), make.positions(32, *scores.shape[2:]))
     return Problem(run, inputs, (0,), TRAINED)
 
 
