@@ -100,11 +100,13 @@ def text_of(graph: fx.Graph, groups: Groups, param_of: Callable[[fx.Node], str] 
     for index, node in enumerate(graph.nodes):
         names[node] = f"v{index}"
         text.lines.append(_line(node, names, groups))
-        unnamed = _line(node, unnamed_nodes, groups).removeprefix("? = ")
         if node.op == "placeholder":
             text.inputs.append(_specialized(node.meta.get("val")))
-        elif node.op != "output" and not _is_number(node):
-            text.operators.append(unnamed)
+            continue
+        if node.op == "output" or _is_number(node):
+            continue
+        unnamed = _line(node, unnamed_nodes, groups).removeprefix("? = ")
+        text.operators.append(unnamed)
         group = _group_of_equal_sizes(node)
         if group is not None:
             param = param_of(node)
