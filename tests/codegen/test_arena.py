@@ -63,7 +63,7 @@ def test_buffers_that_are_live_at_the_same_time_do_not_overlap():
                 live.pop(name, None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 5)), max_size=40))
 def test_an_arena_returns_disjoint_aligned_places_and_joins_holes(requests: list[tuple[int, int]]):
     arena, live = Arena(), []

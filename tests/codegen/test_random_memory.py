@@ -31,7 +31,7 @@ def check(made: Program, schedule: Schedule, graph: LoweredGraph) -> int:
     return machine.peak_bytes
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(steps(), st.booleans(), st.data())
 def test_memory_has_the_content_that_is_read_in_any_order_of_any_program(
     recipe: list[Step], fused: bool, data: st.DataObject

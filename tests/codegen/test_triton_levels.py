@@ -51,7 +51,7 @@ def test_squared_distances_from_another_value_need_a_second_pass(body: Body):
     assert all(isinstance(one, Plain) for one in (*first, *second))
 
 
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(seed=0, length=3, form="looped", rblock=8, far=1e20)
 @given(
     seed=st.integers(0, 9),

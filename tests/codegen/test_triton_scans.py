@@ -26,7 +26,7 @@ def counted(rows: int, length: int) -> Body:
     return Body((loop(p0, rows),), (loop(r0, length),), tuple(stores))
 
 
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(1, 3),
     length=st.integers(1, 60),

@@ -48,7 +48,7 @@ def test_host_time_is_unknown_without_host_costs_and_on_synchronous_devices():
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=8), st.integers(1, 60), st.integers(0, 7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_in_a_loop_a_step_takes_as_long_as_the_slower_of_host_and_device(kernels, gather, beside):
     """Simulates many steps in a row: the host runs ahead unless it is the limit."""
 

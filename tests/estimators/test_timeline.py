@@ -141,7 +141,7 @@ def test_the_bound_includes_communication_that_no_order_can_hide():
 
 
 @given(schedules(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_order_beats_the_bound_and_times_add_up_to_the_step(schedule, data):
     moved = data.draw(reordered(schedule))
     host = DeviceProfile("host", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.25, launch_ns=3.0)

@@ -40,7 +40,7 @@ def same(body: Body, other: Body, exact: bool = True) -> None:
             torch.testing.assert_close(one[name], two[name])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(bodies())
 def test_a_cut_body_computes_the_same(body: Body) -> None:
     same(body, cut(body), exact=not body.reduction)

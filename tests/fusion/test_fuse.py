@@ -296,7 +296,7 @@ def graphs(draw: st.DrawFn) -> LoweredGraph:
     return graph(ops, written)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(graphs(), st.one_of(st.none(), st.integers(0, 99)))
 def test_the_result_keeps_every_dependence_and_no_start_gains_a_wait(made: LoweredGraph, seed: int | None) -> None:
     fuser = Fuser(made.ops, made, shuffle=None if seed is None else random.Random(seed))

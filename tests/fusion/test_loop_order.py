@@ -19,7 +19,7 @@ from tests.ir.bodies import P, bodies, buffers_for, flat, loops_of, put, x
 from tests.ir.interpret import run_body, run_ops
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(bodies())
 def test_a_body_in_another_loop_order_computes_the_same(body: Body) -> None:
     for buffer in ("a", "b", "y"):
@@ -132,7 +132,7 @@ def test_only_the_last_round_permutes_loops(monkeypatch: pytest.MonkeyPatch) -> 
     assert both()[0] == 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps(most=20))
 def test_permuting_loops_keeps_earlier_fusions(recipe: list[Step]) -> None:
     made = capture(program(recipe), *inputs())

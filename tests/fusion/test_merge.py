@@ -52,7 +52,7 @@ def row_sums(out: str, read: str, rows: int, length: int) -> Body:
     return Body(loops, inner, (put(out, P[0], total),))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(bodies(out="y"), bodies(out="z", inputs=("a", "y")))
 def test_merged_bodies_compute_the_same(first: Body, second: Body) -> None:
     for one, other in ((first, second), (canonical(first), canonical(second))):
@@ -63,7 +63,7 @@ def test_merged_bodies_compute_the_same(first: Body, second: Body) -> None:
             assert not {load.buffer for load in merged.loads()} & {"y"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 6), max_size=4), st.lists(st.integers(1, 6), max_size=4))
 def test_refined_sizes_multiply_back_to_both_nests(a: list[int], b: list[int]) -> None:
     refined = refine([*map(sympy.Integer, a)], [*map(sympy.Integer, b)])

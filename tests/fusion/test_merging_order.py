@@ -33,7 +33,7 @@ def _by(group_of: list[int]) -> list[tuple[int, list[int]]]:
     return [(group, [m for m, g in enumerate(group_of) if g == group]) for group in sorted(set(group_of))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(graphs_and_merges())
 def test_merges_are_refused_exactly_when_they_would_close_a_cycle(
     case: tuple[list[set[int]], list[tuple[int, int]]],

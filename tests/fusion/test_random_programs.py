@@ -22,7 +22,7 @@ def assert_equal(got: list[Any], wanted: list[Tensor], what: str) -> None:
         assert torch.equal(one, other), f"{what}: result {at} is {one}, eager says {other}"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(steps(), st.integers(0, 2**16))
 def test_any_fusion_gives_eagers_results(recipe: list[Step], seed: int) -> None:
     run = program(recipe)

@@ -74,7 +74,7 @@ def picking(target_of_row: Value, factor: Value | None = None) -> Body:
 
 
 @given(st.lists(st.integers(-2, 9), min_size=4, max_size=4), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_sum_of_a_row_with_one_nonzero_element_needs_no_reduction(targets: list[int], scaled: bool) -> None:
     body = picking(Load("t", P[0], torch.int64), x("s", P[0]) if scaled else None)
     short = simplified(body)

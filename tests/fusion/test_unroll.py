@@ -16,7 +16,7 @@ from tests.ir.bodies import P, R, bodies, buffers_for, loops_of, put, x
 from tests.ir.interpret import run_body, run_ops
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(bodies())
 def test_an_unrolled_body_computes_the_same(body: Body) -> None:
     other = unrolled(body)

@@ -30,7 +30,7 @@ def same_choice(x: Tensor, k: int, largest: bool = True) -> None:
     assert all(len(set(row.tolist())) == k for row in places.view(-1, k))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 3), st.integers(1, 60), st.sampled_from([16, 48, 64, 8 * 25]), st.booleans(), st.booleans())
 def test_any_length_and_count_equal_eager(rows: int, k: int, step: int, largest: bool, ties: bool) -> None:
     length = -(-4 * LONG_ROW // step) * step

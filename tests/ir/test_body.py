@@ -26,13 +26,13 @@ def assert_same(first: Body, second: Body) -> None:
         assert torch.equal(one[name], other[name]), f"{name} differs\n{first}\n{second}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(bodies())
 def test_a_canonical_body_computes_the_same(body: Body) -> None:
     assert_same(body, canonical(body))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(bodies())
 def test_canonical_is_idempotent_and_names_loops_in_order(body: Body) -> None:
     once = canonical(body)

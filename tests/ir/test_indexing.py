@@ -58,7 +58,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> sympy.Expr:
 sizes_of_three = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(expressions(), sizes_of_three)
 def test_simplify_keeps_the_value_at_every_iteration(expr: sympy.Expr, sizes: tuple[int, ...]) -> None:
     simple = simplify(expr, ranges_of(sizes))
@@ -66,7 +66,7 @@ def test_simplify_keeps_the_value_at_every_iteration(expr: sympy.Expr, sizes: tu
         assert evaluate(simple, at) == evaluate(expr, at), f"{expr} -> {simple} at {at}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(expressions(), sizes_of_three)
 def test_what_sympy_takes_for_nonnegative_is(expr: sympy.Expr, sizes: tuple[int, ...]) -> None:
     if expr.is_nonnegative:
@@ -86,7 +86,7 @@ def test_a_remainder_of_what_is_negative_is_not_and_no_divisor_is_zero() -> None
     assert simplify(FloorDiv(SIZE - P0 - 1, SIZE), ranges) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(expressions(), sizes_of_three, st.integers(-6, 6))
 def test_bounds_hold_at_every_iteration(expr: sympy.Expr, sizes: tuple[int, ...], shift: int) -> None:
     expr = expr * (1 if shift >= 0 else -1) + shift
@@ -96,7 +96,7 @@ def test_bounds_hold_at_every_iteration(expr: sympy.Expr, sizes: tuple[int, ...]
             assert evaluate(found[0], {}) <= evaluate(expr, at) <= evaluate(found[1], {})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes_of_three, st.permutations(range(3)))
 def test_position_in_undoes_flat_index(sizes: tuple[int, ...], order: list[int]) -> None:
     stride = [0, 0, 0]

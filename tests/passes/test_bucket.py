@@ -187,7 +187,7 @@ def limited(ctx: Context, schedule: Schedule, reorder: bool, room: int | None) -
 
 
 @given(with_units(), st.booleans(), st.sampled_from([None, 0, 4]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_schedules_keep_what_every_pass_keeps(schedule, reorder, room):
     for ctx in (limited(each, schedule, reorder, room) for each in CONTEXTS):
         moved, report = bucket(schedule, ctx)
@@ -199,7 +199,7 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule, reorder, room):
 
 
 @given(with_units(), st.booleans(), st.sampled_from([None, 0, 4]), st.sampled_from(CONTEXTS))
-@settings(max_examples=50, deadline=None)  # 0.1 s per example
+@settings(max_examples=50)  # 0.1 s per example
 def test_pipelines_that_bucket_stay_within_the_limit_and_are_no_slower(schedule, reorder, room, ctx):
     ctx = limited(ctx, schedule, reorder, room)
     result = run_pipeline(schedule, ctx)

@@ -89,7 +89,7 @@ def test_large_schedules_are_not_cut(monkeypatch):
 
 
 @given(with_units(), st.sampled_from([1.0, 1.5]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_window_of_the_whole_step_costs_as_much_as_the_step(schedule, margin):
     ctx = replace(ROOMY, overlap_margin=margin, reorder_collectives=True)
     with patch.object(bucket, "CUTS", 0):
@@ -119,7 +119,7 @@ def test_a_cut_in_a_window_costs_as_much_as_in_the_step(make):
 
 
 @given(with_units())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_cuts_never_make_a_step_longer(schedule):
     """Both are judged in the order that the passes' rules give."""
     ctx = Context(overlap_margin=1.5, reorder_collectives=True)

@@ -112,7 +112,7 @@ def test_saved_kernels_run_when_memory_runs_out():
 
 
 @given(schedules())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
     slow = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0)
     for ctx in (Context(), Context(profile=slow, overlap_margin=1.5)):

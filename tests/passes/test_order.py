@@ -41,7 +41,7 @@ def test_impossible_and_too_large_moves_and_moves_of_unknown_length_are_none():
 
 
 @given(schedules(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_moves_are_valid_and_have_the_predicted_cost(schedule, data):
     ctx = Context(reorder_collectives=data.draw(st.booleans()), check_memory=True)
     order = Order(schedule, ctx, [schedule])

@@ -188,7 +188,7 @@ def test_range_maxima_are_those_of_the_slice(values, data):
 
 
 @given(schedules(most_nodes=20), st.sampled_from([None, 0, 3]), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_schedules_keep_what_every_pass_keeps(schedule, room, pooled):
     schedule = by_copies(schedule) if pooled else schedule
     slow = DeviceProfile(

@@ -81,7 +81,7 @@ def test_an_order_that_exceeds_memory_is_undone():
 
 
 @given(schedules())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
     for ctx in (Context(), Context(peak_increase=0.0)):
         moved, _ = raise_collectives(schedule, ctx)

@@ -323,7 +323,7 @@ def test_every_rule_makes_a_difference(rule):
 
 
 @given(schedules())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
     slow = DeviceProfile(
         "slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0, synchronous=True

@@ -168,7 +168,7 @@ def test_a_move_that_helps_one_layer_is_tried_on_all_layers():
 
 
 @given(schedules())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
     slow = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0)
     for ctx in (Context(check_memory=True), FREE, Context(profile=slow, overlap_margin=1.5, reorder_collectives=True)):
@@ -178,7 +178,7 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule):
 
 
 @given(schedules())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_more_effort_and_more_moves_are_never_worse(schedule):
     ctx = replace(FREE, overlap_margin=1.5)
     for knob, values in (("effort", (0, 20, 100, 10_000)), ("most_moves", (0, 1, 5, None))):
@@ -188,7 +188,7 @@ def test_more_effort_and_more_moves_are_never_worse(schedule):
 
 
 @given(schedules())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_search_that_goes_on_finds_what_one_without_a_pause_finds(schedule):
     whole, paused = (Search(schedule, FREE) for _ in range(2))
     whole.run(500)
@@ -202,7 +202,7 @@ def test_a_search_that_goes_on_finds_what_one_without_a_pause_finds(schedule):
 
 
 @given(schedules(), st.sampled_from([1.0, 1.5]), st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_search_in_c_makes_the_moves_of_the_one_in_python(schedule, margin, reorder, tight):
     slow = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0)
     final = Context().limit_bytes(schedule) if tight else None
@@ -222,7 +222,7 @@ def test_the_search_in_c_makes_the_moves_of_the_one_in_python(schedule, margin, 
 
 
 @given(schedules())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_same_schedule_is_always_refined_the_same_way(schedule):
     one, other = (refine(replace(schedule), FREE)[0] for _ in range(2))
     assert order_of(one) == order_of(other)

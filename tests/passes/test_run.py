@@ -41,7 +41,7 @@ def small_step(seed: int) -> Schedule:
     return parse("\n".join(lines))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @example(1)  # if planned only for its own budget, each of these is longer with a larger budget or than without one
 @example(4)
 @example(7)
@@ -61,7 +61,7 @@ def test_no_step_is_longer_with_a_larger_budget(seed):
         assert without.peak_bytes > budget_bytes or shortest_ns <= without.after.step_ns
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @example(10, 2.5)  # the search hides what memory kept exposed, and larger limits may still give a shorter step
 @example(22, 1.15)
 @given(st.integers(0, 10**6), st.sampled_from((1.05, 1.15, 1.2, 1.25, 2.5)))

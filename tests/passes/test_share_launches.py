@@ -144,7 +144,7 @@ def test_without_kernel_kinds_no_launch_is_shared() -> None:
     assert share_launches(schedule, Context(profile=GAPS))[0] is schedule
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(schedules(), st.integers(0, 2))
 def test_random_schedules_stay_valid_and_within_memory(schedule: Schedule, kinds: int) -> None:
     nodes = tuple(

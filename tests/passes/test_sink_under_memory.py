@@ -188,7 +188,7 @@ def in_flight(count: int) -> st.SearchStrategy[str]:
 
 
 @given(in_flight(8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_mirrored_schedule_takes_equally_long(text):
     schedule = parse(text)
     queues = Queues.of(schedule, simulate(schedule))
@@ -204,7 +204,7 @@ def test_a_mirrored_schedule_takes_equally_long(text):
 
 
 @given(schedules(most_nodes=20), st.sampled_from([None, 0, 3]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_schedules_keep_what_every_pass_keeps(schedule, room):
     slow = DeviceProfile(
         "slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0, synchronous=True

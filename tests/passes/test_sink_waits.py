@@ -255,7 +255,7 @@ def test_memory_is_the_reason_where_work_that_sank_has_to_run():
 
 
 @given(schedules())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
     for ctx in (Context(), Context(peak_increase=0.0), Context(profile=DeviceProfile("d", launch_ns=3.0))):
         moved, report = sink_waits(schedule, ctx)

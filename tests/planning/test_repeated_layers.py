@@ -259,7 +259,7 @@ def assert_same_results(gm: fx.GraphModule, arguments: list[Tensor]) -> None:
 # --- random layers
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(steps(least=10, most=24))
 def test_random_layers_are_fused_as_if_each_were_lowered(recipe: list[Step]):
     def run(x: Tensor, shared: Tensor, *weights: Tensor) -> list[Tensor]:

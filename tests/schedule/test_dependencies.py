@@ -89,7 +89,7 @@ def test_a_reordering_defines_the_new_order_of_collectives():
 
 
 @given(schedules(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_moving_nodes_does_not_change_what_depends_on_what(schedule, data):
     moved = data.draw(reordered(schedule))
     assert edges_of(moved) == edges_of(schedule)

@@ -27,7 +27,7 @@ def read_from_the_end(schedule: Schedule, launches: Collection[str]) -> list[int
 
 
 @given(schedules(most_nodes=40), st.sets(st.integers(0, 39)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_nodes_remain_if_they_are_read_or_must_run(schedule, numbers):
     starts = [start.name for start in schedule.starts()]
     launches = {name for at, name in enumerate(starts) if at in numbers}

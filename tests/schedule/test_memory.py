@@ -67,7 +67,7 @@ def test_outputs_are_never_freed_and_the_peak_has_a_position():
 
 
 @given(schedules(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_moves_update_memory_as_a_new_analysis_computes_it(schedule, data):
     """After every valid move of a block, live bytes and peak equal those of a new analysis."""
     timeline = MemoryTimeline(schedule)
@@ -94,7 +94,7 @@ def test_moves_update_memory_as_a_new_analysis_computes_it(schedule, data):
 
 
 @given(schedules(), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_an_order_that_is_placed_node_by_node_has_the_peak_of_its_analysis(schedule, pooled):
     schedule = by_copies(schedule) if pooled else schedule
     placing, profile = Placing(schedule), analyze(schedule)
@@ -121,7 +121,7 @@ def test_a_pool_adds_its_own_peak_to_that_of_other_memory():
 
 
 @given(schedules(), st.data(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_rise_in_a_given_order_is_that_of_its_live_bytes(schedule, data, pooled):
     schedule = by_copies(schedule) if pooled else schedule
     low = data.draw(st.integers(0, len(schedule.nodes) - 1))

@@ -76,7 +76,7 @@ def test_an_alias_of_itself_is_refused(text):
 
 
 @given(schedules(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_reordered_schedule_answers_like_a_new_one(schedule, data):
     moved = data.draw(reordered(schedule))
     fresh = replace(moved, moved_from=None)

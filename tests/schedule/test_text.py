@@ -44,7 +44,7 @@ def test_everything_that_equality_covers_survives_the_text():
 
 
 @given(schedules())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_random_schedules_survive_the_text(schedule):
     assert parse(str(schedule)) == schedule
 

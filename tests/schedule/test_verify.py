@@ -88,6 +88,6 @@ def test_each_output_of_a_coalesced_start_may_be_waited_for():
 
 
 @given(schedules())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_random_schedules_are_legal(schedule):
     verify(schedule, "test", reference=schedule)

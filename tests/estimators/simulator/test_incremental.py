@@ -73,7 +73,7 @@ def legal_move(schedule: Schedule, replay: Replay, rng: random.Random) -> tuple[
 
 
 @given(schedules(most_nodes=30), st.integers(0, 10**6), st.sampled_from(PROFILES), st.sampled_from((1, 2, 3, 24)))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_replay_equals_a_simulation_of_the_whole_order_after_every_move(schedule, seed, profile, block):
     rng = random.Random(seed)
     replay, in_c = Replay(schedule, profile, block=block), native(schedule, profile, block)

@@ -44,7 +44,7 @@ def test_the_bound_counts_idle_time_if_kernels_are_shorter_than_collectives():
 
 
 @given(schedules())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_refined_order_beats_the_bound(schedule):
     profile = replace(SLOW, launch_ns=2e3, kernel_gap_ns=700.0, collective_gap_ns=900.0, collective_slowdown=1.3)
     ctx = Context(profile=profile, reorder_collectives=True)

@@ -34,13 +34,13 @@ def check(schedule):
 
 
 @given(schedules(most_nodes=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_order_of_a_small_schedule_beats_the_bound(schedule):
     check(schedule)
 
 
 @pytest.mark.slow
 @given(schedules(most_nodes=16))
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_order_of_500_schedules_beats_the_bound(schedule):
     check(schedule)
