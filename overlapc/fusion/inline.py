@@ -24,7 +24,7 @@ from overlapc.fusion.unroll import unrolled
 from overlapc.ir.body import Body, Checked, Index, Load, Loop, Op, Store, Value, as_number, depends_on, op
 from overlapc.ir.conversions import as_read, constant
 from overlapc.ir.hazards import overwrites_in_place, scatters
-from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
+from overlapc.ir.indexing import Ranges, bounds, is_dense, numel, position_in, simplify, substitute
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, buffers_read, nothing_refused
 from overlapc.ir.rewriting import canonical, rewrite, rewrite_values
 from overlapc.ir.settle import with_known_positions
@@ -217,10 +217,16 @@ def _cost(values: Sequence[Value], varies: Mapping[Value, bool]) -> float:
 
 
 def _covers(consumer: Body, producer: Body, buffer: str) -> bool:
-    """Whether the consumer reads every element of the producer's buffer, judged by element counts and masks."""
-    reads = [load for load in consumer.loads() if load.buffer == buffer]
-    elements = numel((consumer.numel(), consumer.reduction_numel()))
-    return elements == producer.numel() and any(load.mask is None and not load.indirect for load in reads)
+    """Whether it is proven that the consumer reads every element of the producer's buffer, which is dense."""
+    loops = (*consumer.loops, *consumer.reduction)
+    for load in consumer.loads():
+        strides = _strides(load.index, loops) if load.buffer == buffer and load.mask is None else None
+        if strides is None:
+            continue
+        sizes = [loop.size for loop, stride in zip(loops, strides, strict=True) if stride != 0]
+        if numel(sizes) == producer.numel() and is_dense(sizes, [stride for stride in strides if stride != 0]):
+            return True
+    return False
 
 
 def loop_strides(body: Body) -> tuple[sympy.Expr, ...] | None:

@@ -1,6 +1,7 @@
-"""Removes conditions on positions that are always true or always false.
+"""Computes with positions ahead: conditions that are always true or always false, and arithmetic on them.
 
     where(p0 >= 0, a, b)   ->   a
+    fmod(p0 + 3, 56)       ->   (p0 + 3) % 56, as an index
     load x[i0], i0 = p0 checked to be in 0 … n-1   ->   load x[p0]
 
 They are left by inlining and by splitting loops: a table that is read at `arange`, the parts of concatenated tensors.
@@ -12,22 +13,36 @@ import dataclasses
 from collections.abc import Sequence
 
 import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv
 
-from overlapc.ir.body import Body, Checked, Constant, Index, Load, Op, Value, as_number
+from overlapc.ir.body import Body, Checked, Constant, Index, Load, Op, Value, as_number, topological
 from overlapc.ir.conversions import constant
-from overlapc.ir.indexing import Ranges, bounds, simplify, substitute
+from overlapc.ir.indexing import ModularIndexing, Ranges, at_most, bounds, simplify, substitute
 from overlapc.ir.rewriting import rewrite
 
 COMPARES = frozenset("lt ge le gt eq ne".split())
+ARITHMETIC = frozenset("add sub mul floor_div trunc_div remainder fmod".split())
+INTEGERS = (torch.int32, torch.int64)
 
 
 def with_known_positions(body: Body) -> Body:
     """Return `body` with indirect loads whose index is an index expression as plain loads; itself if there are none."""
-    index_values = [value for load in body.loads() for _, value in load.indirect]
-    if not any(isinstance(value.arg if isinstance(value, Checked) else value, Index) for value in index_values):
+    index_values = [
+        value.arg if isinstance(value, Checked) else value for load in body.loads() for _, value in load.indirect
+    ]
+    if not any(_is_position(value) for value in index_values):
         return body
     ranges = body.ranges()
     return rewrite(body, body.loops, body.reduction, replace=lambda value: _at_known_position(settled(value, ranges)))
+
+
+def _is_position(value: Value) -> bool:
+    """Whether `value` is computed from positions and numbers only."""
+    return all(
+        isinstance(part, Index | Constant) or (isinstance(part, Op) and part.name in ARITHMETIC)
+        for part in topological([value])
+    )
 
 
 def _at_known_position(value: Value) -> Value:
@@ -60,6 +75,8 @@ def settled(value: Value, ranges: Ranges) -> Value:
         return value
     if value.name in COMPARES:
         return _compared(value, ranges)
+    if value.name in ARITHMETIC and value.dtype in INTEGERS:
+        return _computed(value, ranges)
     if value.name == "where" and isinstance(value.args[0], Constant):
         return value.args[1] if value.args[0].number else value.args[2]
     if value.name in ("logical_and", "logical_or"):
@@ -83,6 +100,31 @@ def _compared(value: Op, ranges: Ranges) -> Value:
         "eq": (least == most == 0, least > 0 or most < 0), "ne": (least > 0 or most < 0, least == most == 0),
     }[value.name]  # fmt: skip
     return constant(bool(always), value.dtype) if always or never else value
+
+
+def _computed(value: Op, ranges: Ranges) -> Value:
+    """Return the result of arithmetic as an `Index`; `value` itself unless both operands and the result are known.
+
+    Known are bounds that are numbers which the dtype can hold. Quotients and remainders are taken of operands that are
+    not negative, where rounding down and towards zero are the same.
+    """
+    left, right = map(whole_number, value.args)
+    if left is None or right is None:
+        return value
+    if value.name in ("add", "sub", "mul"):
+        result = {"add": left + right, "sub": left - right, "mul": left * right}[value.name]
+    else:
+        dividend = bounds(left, ranges)
+        if dividend is None or not at_most(sympy.S.Zero, dividend[0]) or not at_most(sympy.S.One, right):
+            return value
+        divides = value.name in ("floor_div", "trunc_div")
+        result = FloorDiv(left, right) if divides else ModularIndexing(left, sympy.S.One, right)
+    result = simplify(result, ranges)
+    limits = bounds(result, ranges)
+    held = torch.iinfo(value.dtype)
+    if limits is None or not all(limit.is_Integer and held.min <= limit <= held.max for limit in limits):
+        return value
+    return Index(result, value.dtype)
 
 
 def _both(args: Sequence[Value], *, settles: bool) -> Value | None:

@@ -178,3 +178,27 @@ def test_a_table_that_is_read_at_arange_is_read_in_place() -> None:
     assert len(kernel.body.checks()) == 1
     (read,) = [load for load in kernel.body.loads() if not load.operands() and load.memory_dtype is torch.float32]
     assert read.index.is_polynomial()
+
+
+def test_a_rolled_tensor_is_read_in_place() -> None:
+    """torch computes the rows to select; these are known positions, which need no bounds check and no kernel."""
+    assert kernels(lambda a: ((a + 1).roll((-1, 2), (0, 1)) * 2).reshape(2, 2, 6).permute(1, 0, 2).contiguous(), A) == 1
+    made = capture(lambda a: (a + 1).roll(-3, 1) * 2, A)
+    (kernel,) = inline(made.ops, made)
+    assert isinstance(kernel, Loops)
+    assert not kernel.body.checks()
+
+
+def test_a_lookup_is_inlined_only_if_each_of_its_elements_is_read() -> None:
+    """Else an index that is out of bounds, which eager reports, would not be seen."""
+    places, table = torch.tensor([[0, 3, 1], [2, 2, 4]]), torch.arange(5.0)
+    for function in (
+        lambda a, table, places: a * table[places][:, :, None],
+        lambda a, table, places: a * table[places].t()[None, :, :].expand(2, 3, 2).reshape(2, 3, 2),
+    ):
+        assert kernels(function, torch.arange(12.0).reshape(2, 3, 2), table, places) == 1
+    for function in (
+        lambda a, table, places: a * table[places][:1, :, None],
+        lambda a, table, places: a * table[places][0, 0],
+    ):
+        assert kernels(function, torch.arange(6.0).reshape(1, 3, 2), table, places) == 2
