@@ -2,7 +2,7 @@
 
     where(c, where(c, a, 0) * b, where(not c, d, 0))   ->   where(c, a * b, d)
     where(c, cast(a), cast(b))   ->   cast(where(c, a, b))
-    sum over r of where(r == t, a, 0)                  ->   where(0 <= t < n, a, 0)
+    sum over r of where(r == t and c, a, 0)            ->   where(0 <= t < n and c, a, 0)
     x[i] + (x[i] where c, else 0)                      ->   x[i] + where(c, x[i], 0)
 
 The first two come from joining tensors (`cat`, padding), where every part guards its loads. The third is the gradient
@@ -169,13 +169,17 @@ def _only_term(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value
     condition, there, elsewhere = arg.args
     if as_number(elsewhere) != 0 or varies.get(there, True):
         return total
-    if not isinstance(condition, Op) or condition.name != "eq":
+    conditions = _conjuncts(condition)
+    varying = [each for each in conditions if varies.get(each, True)]
+    if len(varying) != 1 or not isinstance(varying[0], Op) or varying[0].name != "eq":
         return total
     loop = body.reduction[0]
-    for position, at in (condition.args, condition.args[::-1]):
+    for position, at in (varying[0].args, varying[0].args[::-1]):
         if isinstance(position, Index) and position.expr == loop.symbol and not varies.get(at, True):
             at = cast(at, torch.int64)  # a narrower dtype may not hold the size
             inside = op("logical_and", op("ge", at, Constant(0, at.dtype)), op("lt", at, Index(loop.size)))
+            for other in conditions:
+                inside = inside if other is varying[0] else op("logical_and", inside, other)
             found = _product(op("where", inside, there, elsewhere), factors)
             if not factors or not total.dtype.is_floating_point:
                 return found
@@ -183,6 +187,13 @@ def _only_term(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value
                 return total
             return op("add", found, _product(elsewhere, factors))  # NaN if the others are, as 0 * inf
     return total
+
+
+def _conjuncts(condition: Value) -> list[Value]:
+    """Return the conditions that are all true where `condition` is."""
+    if isinstance(condition, Op) and condition.name in ("logical_and", "bitwise_and"):
+        return [each for arg in condition.args for each in _conjuncts(arg)]
+    return [condition]
 
 
 def _product(value: Value, factors: Sequence[Value]) -> Value:

@@ -64,19 +64,24 @@ def test_a_value_with_a_second_reader_is_not_computed_twice() -> None:
     torch.testing.assert_close(results(short, a=a, s=s), results(body, a=a, s=s))
 
 
-def picking(target_of_row: Value, factor: Value | None = None) -> Body:
+def picking(target_of_row: Value, factor: Value | None = None, ignored: int | None = None) -> Body:
     """Return a body for the gradient of log-softmax and of picking one element per row, which sums one-hot rows."""
-    there = op("where", op("eq", position(R[0]), target_of_row), Constant(-1.0, torch.float32), zero())
+    chosen = op("eq", position(R[0]), target_of_row)
+    if ignored is not None:
+        chosen = op("bitwise_and", chosen, op("ne", target_of_row, number(ignored)))
+    there = op("where", chosen, Constant(-1.0, torch.float32), zero())
     grad = there if factor is None else op("mul", there, factor)
     total = Reduce("sum", grad, torch.float32)
     value = op("sub", grad, op("mul", x("a", 8 * P[0] + R[0]), total))
     return Body(loops_of("p", (4,)), loops_of("r", (8,)), (put("y", 8 * P[0] + R[0], value),))
 
 
-@given(st.lists(st.integers(-2, 9), min_size=4, max_size=4), st.booleans())
+@given(st.lists(st.integers(-2, 9), min_size=4, max_size=4), st.booleans(), st.sampled_from((None, -2, 5)))
 @settings(max_examples=25)
-def test_the_sum_of_a_row_with_one_nonzero_element_needs_no_reduction(targets: list[int], scaled: bool) -> None:
-    body = picking(Load("t", P[0], torch.int64), x("s", P[0]) if scaled else None)
+def test_the_sum_of_a_row_with_one_nonzero_element_needs_no_reduction(
+    targets: list[int], scaled: bool, ignored: int | None
+) -> None:
+    body = picking(Load("t", P[0], torch.int64), x("s", P[0]) if scaled else None, ignored)
     short = simplified(body)
     assert not short.reduction
     assert len(short.loops) in (1, 2)
@@ -86,8 +91,13 @@ def test_the_sum_of_a_row_with_one_nonzero_element_needs_no_reduction(targets: l
 
 
 def test_sums_of_several_elements_stay() -> None:
-    by_element = picking(Load("t", 8 * P[0] + R[0], torch.int64))
-    assert simplified(by_element) is by_element
+    of_row, of_element = Load("t", P[0], torch.int64), Load("t", 8 * P[0] + R[0], torch.int64)
+    for body in (picking(of_element), picking(of_element, ignored=5)):
+        assert simplified(body) is body
+    both = op("logical_and", op("eq", position(R[0]), of_row), op("eq", of_element, number(3)))
+    partly = Reduce("sum", op("where", both, Constant(-1.0, torch.float32), zero()), torch.float32)
+    body = Body(loops_of("p", (4,)), loops_of("r", (8,)), (put("y", P[0], partly),))
+    assert simplified(body) is body
 
 
 def test_a_store_per_row_keeps_the_reduction() -> None:
