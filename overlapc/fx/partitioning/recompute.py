@@ -30,8 +30,16 @@ aten = torch.ops.aten
 _SMALL = 16  # the size of a root that is smaller than the value by this factor is ignored
 _MOST_ROOTS = 6
 _VIEWS = frozenset(
-    (aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.squeeze.dims, aten.alias.default)
+    (
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.expand.default,
+        aten.squeeze.dims,
+        aten.alias.default,
+        aten.permute.default,
+    )
 )
+_COPIES = frozenset((aten._to_copy.default, aten.clone.default))
 
 
 def recompute_expansions(graph: fx.Graph, backward: Collection[fx.Node]) -> int:
@@ -125,7 +133,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    if target not in _VIEWS and torch.Tag.pointwise not in target.tags and target is not aten._to_copy.default:
+    if target not in _VIEWS and target not in _COPIES and torch.Tag.pointwise not in target.tags:
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags
 
