@@ -103,6 +103,57 @@ def test_a_tile_has_an_axis_for_every_loop_along_which_a_tensor_is_contiguous() 
     assert len(tile_axes(choose(three_ways(3, 200, 150).body, {}))) == 2  # too few elements along the third dim
 
 
+def pixels(images: int, size: int, channels: int) -> Body:
+    """Return a copy of images with interleaved channels to one in which each channel is contiguous."""
+    return transpose(channels, size, images).body
+
+
+@pytest.mark.parametrize("channels", [2, 3, 8, 12])
+def test_interleaved_channels_of_many_pixels_are_whole_in_a_tile(channels: int) -> None:
+    tiling = choose(pixels(64, 4096, channels), {})
+    assert (tiling.form, tiling.y, tiling.x) == ("tiled", (loop(p1, channels),), (loop(p2, 4096),))
+    assert channels <= tiling.yblock < 2 * channels
+    assert tiling.xblock * tiling.yblock == 1024
+
+
+@pytest.mark.parametrize(("size", "channels"), [(16, 4), (16, 16), (49, 2), (49, 12), (32, 16)])
+def test_images_smaller_than_a_tile_are_read_in_one_piece(size: int, channels: int) -> None:
+    assert choose(pixels(4096, size, channels), {}).form == "flat"
+
+
+@pytest.mark.parametrize(("channels", "size"), [(49, 64), (4, 197)])
+def test_neighbours_in_a_tile_of_odd_rows_belong_to_threads_side_by_side(
+    channels: int, size: int, tmp_path: Path
+) -> None:
+    """Otherwise each of them would be in another cache line, of loads or of stores."""
+    (kernel,) = compile_source(TritonGenerator().generate(pixels(64, size, channels), "turned"), tmp_path)
+    layouts = dict(re.findall(r"#(\w+) = #ttg.blocked<\{.*?order = \[(\d)", kernel.asm["ttgir"]))
+    orders = [layouts[name] for name in re.findall(r"tt.store.*#(blocked\d*)>", kernel.asm["ttgir"])]
+    assert orders == ["1"]
+
+
+def test_rows_of_odd_length_are_read_along_rows(tmp_path: Path) -> None:
+    (kernel,) = compile_source(TritonGenerator().generate(softmax(4096, 197).body, "softmax"), tmp_path)
+    assert set(re.findall(r"order = \[(\d), \d\]", kernel.asm["ttgir"])) == {"1"}
+
+
+def columns(channels: int, pixels: int, streams: int = 1) -> Body:
+    """Return a softmax over channels of images whose pixels are contiguous."""
+    at = pixels * channels * p0 + pixels * r0 + p1
+    x = reduce(lambda a, b: op("add", a, b), [Load(f"x{each}", at, BF16) for each in range(streams)])
+    shifted = op("exp", op("sub", x, Reduce("max", x, F32)))
+    loops = (loop(p0, 64), loop(p1, pixels))
+    return Body(loops, (loop(r0, channels),), (Store("y", at, op("div", shifted, total(shifted)), BF16),))
+
+
+@pytest.mark.parametrize(("channels", "streams", "form"), [(192, 1, "persistent"), (600, 1, "persistent"),
+                         (192, 2, "persistent"), (600, 2, "looped"), (5000, 1, "looped")])  # fmt: skip
+def test_columns_that_fit_registers_are_read_once(channels: int, streams: int, form: str) -> None:
+    tiling = choose(columns(channels, 1024, streams), {})
+    assert tiling.form == form
+    assert tiling.xblock * BF16.itemsize >= 64
+
+
 def test_groups_and_their_channels_are_one_axis_if_a_group_has_too_few_channels() -> None:
     p3 = loop_symbol("p", 3)
     x, scale = Load("x", 1310720 * p0 + 10 * p1 + p2 + 320 * p3, BF16), Load("s", 32 * p0 + p1, F32)

@@ -184,7 +184,9 @@ def transpose(rows: int, columns: int, batch: int = 2) -> Case:
         "bias": noise(columns),
         "y": torch.zeros(batch, rows, columns, dtype=bf16),
     }
-    return Case("transpose", body, tensors, lambda t: {"y": t["x"].transpose(1, 2).float() + t["bias"]})
+    return Case(
+        f"transpose {rows} {columns}", body, tensors, lambda t: {"y": t["x"].transpose(1, 2).float() + t["bias"]}
+    )
 
 
 def three_ways(batch: int, rows: int, columns: int, dtype: torch.dtype = f32) -> Case:
@@ -303,6 +305,8 @@ def small() -> list[Case]:
         column_sum(50, 20),
         norm_and_scale(100),
         transpose(17, 33),
+        transpose(3, 400),  # channels, pixels
+        transpose(5, 49, 4),
         three_ways(18, 20, 17),
         symbolic(3, 37),
         symbolic_pointwise(3, 37),

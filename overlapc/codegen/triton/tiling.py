@@ -61,6 +61,8 @@ _AHEAD_BYTES = 80 * 1024
 # Shared memory above which tiles of columns are halved, so that four programs fit instead of two: the backward of a
 # token shift took 80 us instead of 91 (one H200).
 _LARGE_AHEAD_BYTES = 64 * 1024
+# Elements of a tile: eight per thread, which is 16 bytes per load in two-byte formats.
+_FLAT_TILE = 1024
 DEFAULT_HINT = 4096  # hint for a size without one
 
 
@@ -101,8 +103,12 @@ def choose(body: Body, hints: Mapping[sympy.Symbol, int]) -> Tiling:
     sizes = {loop.symbol: hint_of(loop.size, hints) for loop in (*body.loops, *body.reduction)}
     accesses = [_access(item, sizes, hints) for item in accesses_of(body)]
     if body.reduction:
-        return _reduction(body, sizes, accesses, hints)
-    return _pointwise(body, sizes, accesses)
+        tiling = _reduction(body, sizes, accesses, hints)
+    else:
+        tiling = _pointwise(body, sizes, accesses)
+    placed = Counter((*tiling.grid, *tiling.z, *tiling.y, *tiling.x, *tiling.r))
+    assert placed == Counter((*body.loops, *body.reduction)), f"each loop has one place, not as in {tiling}"
+    return tiling
 
 
 def accesses_of(body: Body) -> list[Load | Store]:
@@ -196,12 +202,18 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     ranked = sorted(votes, key=lambda symbol: -votes[symbol])
     most = votes[ranked[0]] if ranked else 0
     along: list[tuple[Loop, ...]] = []
+    short: list[tuple[Loop, ...]] = []
     for symbol in ranked[:3]:
-        run = _contiguous_loops(body, symbol, accesses, sizes) if 4 * votes[symbol] >= most > 0 else ()
-        if _length(run, sizes) >= min(_CUBE) and not any(loop in axis for axis in along for loop in run):
-            along.append(run)
-    if len(along) >= 2:
-        return _tiled(body, along, sizes)
+        run = _contiguous_loops(body, symbol, accesses, sizes, min(_CUBE)) if 4 * votes[symbol] >= most > 0 else ()
+        if not any(loop in axis for axis in along for loop in run):
+            (along if _length(run, sizes) >= min(_CUBE) else short).append(run)
+    tiling = _tiled(body, along, sizes) if len(along) > 1 else None
+    runs = along[1:2] if tiling else short
+    beside = next((run for run in runs if along and _interleaves(run, along[0][-1], accesses, sizes)), ())
+    if beside and tiling is None:
+        tiling = _interleaved(body, along[0][-1], beside, accesses, sizes)
+    if tiling is not None and not (beside and _is_small(tiling, sizes)):
+        return tiling
     loops = body.loops
     if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
         loops = _with_innermost(loops, ranked[0])
@@ -209,12 +221,19 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
         # Rows of odd length are loaded one element at a time: four per thread (146 us; 16 per thread: 200; one H200).
         single = sizes[loops[-1].symbol] % 2
         return Tiling("rows", loops[-1:], 512 if single else 1024, 4 if single else 2, grid=loops[:-1])
-    # Eight elements per thread: 16 bytes per load in two-byte formats. Smaller blocks if few would fill the device.
-    xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), 1024)
+    # Smaller blocks if few would fill the device.
+    xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), _FLAT_TILE)
     xblock = min(xblock, max(32, power_of_two(total)))
     if _elements(body) >= 4:  # fewer iterations per thread, for about as many elements per thread as usual
         return Tiling("flat", loops, min(xblock, 512), _clamp(1, xblock // 64, 8))
     return Tiling("flat", loops, xblock, _clamp(1, xblock // 256, 4))
+
+
+def _is_small(tiling: Tiling, sizes: Mapping[sympy.Symbol, int]) -> bool:
+    """Whether tiles have few elements. If these are neighbours in memory, flat tiles are faster (copies of images of
+    4 x 4 pixels and 4 channels: 320 us in tiles, 39 flat; one H200)."""
+    axes = ((tiling.x, tiling.xblock), (tiling.y, tiling.yblock), (tiling.z, tiling.zblock))
+    return 4 * math.prod(min(block, _length(loops, sizes)) for loops, block in axes) < 3 * _FLAT_TILE
 
 
 def _length(loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> int:
@@ -222,19 +241,44 @@ def _length(loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> int:
 
 
 def _contiguous_loops(
-    body: Body, symbol: sympy.Symbol, accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
+    body: Body,
+    symbol: sympy.Symbol,
+    accesses: Sequence[Access],
+    sizes: Mapping[sympy.Symbol, int],
+    enough: int,
+    other: Sequence[Loop] = (),
 ) -> tuple[Loop, ...]:
-    """Return the loop of `symbol`, and while that is too short for a tile, the loops around it that continue it in
-    memory: the channels of a group, then the groups."""
+    """Return the loop of `symbol`, and while that has fewer than `enough` elements, the loops around it that continue
+    it in memory, up to those of an `other` axis: the channels of a group, then the groups."""
     last = next(at for at, loop in enumerate(body.loops) if loop.symbol == symbol)
     first = last
     along = [access for access in accesses if abs(access.strides.get(symbol, 0)) == 1]
-    while first > 0 and (length := _length(body.loops[first : last + 1], sizes)) < min(_CUBE):
+    while first > 0 and (length := _length(body.loops[first : last + 1], sizes)) < enough:
         outer = body.loops[first - 1].symbol
-        if any(abs(access.strides.get(outer, 0)) != length for access in along):
+        if body.loops[first - 1] in other or any(abs(access.strides.get(outer, 0)) != length for access in along):
             break
         first -= 1
     return body.loops[first : last + 1]
+
+
+def _interleaves(
+    run: Sequence[Loop], along: Loop, accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
+) -> bool:
+    """Whether the iterations of `run` are neighbours in memory, as the colors of a pixel, and those of `along` come
+    next: the pixels."""
+    strides = [access.strides for access in accesses if run and abs(access.strides.get(run[-1].symbol, 0)) == 1]
+    return bool(strides) and all(abs(each.get(along.symbol, 0)) == _length(run, sizes) for each in strides)
+
+
+def _interleaved(
+    body: Body, along: Loop, run: tuple[Loop, ...], accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
+) -> Tiling:
+    """Return a tiling of which y is all of `run`, for accesses that are contiguous along it and then along x."""
+    yblock = power_of_two(_length(run, sizes))
+    x = _contiguous_loops(body, along.symbol, accesses, sizes, _FLAT_TILE // yblock, run)
+    rest = tuple(loop for loop in body.loops if loop not in x and loop not in run)
+    xblock = min(_FLAT_TILE // yblock, power_of_two(_length(x, sizes)))
+    return Tiling("tiled", x, xblock, _clamp(1, xblock * yblock // 256, 4), y=run, yblock=yblock, grid=rest)
 
 
 def _tiled(body: Body, axes: Sequence[tuple[Loop, ...]], sizes: Mapping[sympy.Symbol, int]) -> Tiling:
@@ -326,7 +370,7 @@ def _reduction(
     across = max((loop.symbol for loop in body.loops), key=lambda symbol: votes[symbol], default=None)
     if across is not None and best is not None and not fixed and 4 * votes[across] >= votes[best] > 0:
         return _contiguous_both_ways(replace(given, x=_with_innermost(body.loops, across)))
-    row_limit = _PERSISTENT_LIMIT // (1 if given.streams <= 1 else 2 if given.streams <= 2 else 4)  # registers
+    row_limit = _row_limit(given.streams)
     if given.passes == 1 or (given.stores and _branches(body)):
         row_limit = min(row_limit, _ONE_PASS_LIMIT)
     return _whole_rows(given) if given.static and length <= row_limit else _looped_rows(given)
@@ -345,6 +389,9 @@ def _branches(body: Body) -> bool:
 
 def _columns(given: _Reduction) -> Tiling:
     """Return a tiling for accesses that are contiguous along x: a warp's width of columns, and rows to fill a tile."""
+    whole = _whole_columns(given)
+    if whole is not None:
+        return whole
     width = 64 if all(load.memory_dtype.itemsize <= 2 for load in given.body.loads()) else 32
     xblock = min(width, power_of_two(given.rows))
     rblock = _clamp(1, power_of_two(given.length), 4096 // xblock)
@@ -360,17 +407,38 @@ def _columns(given: _Reduction) -> Tiling:
     stages = _stages(given.body, tile) if given.stores else 0
     # A program with a pipeline has enough loads in flight for a multiprocessor: the gradients of an activation and of
     # its bias (224 programs) took 275 us with rows divided among four, 256 us without (one H100).
-    enough = MULTIPROCESSORS if stages else 2 * MULTIPROCESSORS
-    return _split_few_rows(given, replace(tiling, form="looped", num_stages=stages), 8 * MULTIPROCESSORS, enough)
+    # More programs only have more parts to combine: a batch norm's took 125 us with 256 programs, 151 with 1024 (one
+    # H200). Without a pipeline, more programs have more loads in flight.
+    enough, most = (1, 2) if stages else (2, 8)
+    tiling = replace(tiling, form="looped", num_stages=stages)
+    return _split_few_rows(given, tiling, most * MULTIPROCESSORS, enough * MULTIPROCESSORS)
+
+
+def _row_limit(streams: int) -> int:
+    """Return the most elements of a tile of which `streams` tensors are in registers at once."""
+    return _PERSISTENT_LIMIT // (1 if streams <= 1 else 2 if streams <= 2 else 4)
+
+
+def _whole_columns(given: _Reduction) -> Tiling | None:
+    """Return a tiling that reads 32 whole columns once, where a loop over r would read them again; None if they do not
+    fit in registers (softmax of 150 channels: 85 us in a loop, 58 at once; one H200)."""
+    limit = _row_limit(given.streams)
+    rblock = power_of_two(given.length)
+    if given.passes < 2 or given.scans or not given.static or 32 * rblock > limit or given.rows < 32:
+        return None
+    return Tiling("persistent", given.x, 32, _clamp(1, rblock // 32, 16), r=given.r, rblock=rblock)
 
 
 def _contiguous_both_ways(given: _Reduction) -> Tiling:
     """Return a tiling for accesses contiguous along x and along r: whole cache sectors along both."""
+    whole = _whole_columns(given)
+    if whole is not None:
+        return whole
     xblock, rblock = (min(size, power_of_two(extent)) for size, extent in ((32, given.rows), (128, given.length)))
     tiling = Tiling("persistent", given.x, xblock, _warps(xblock * rblock), r=given.r, rblock=rblock)
     if given.static and given.length <= rblock:
         return tiling
-    return _split_few_rows(given, replace(tiling, form="looped"), 8 * MULTIPROCESSORS)
+    return _split_few_rows(given, replace(tiling, form="looped"), 4 * MULTIPROCESSORS)
 
 
 def _whole_rows(given: _Reduction) -> Tiling:
