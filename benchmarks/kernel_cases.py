@@ -726,6 +726,47 @@ def _(make: Inputs) -> Problem:
     return Problem(run, tuple(make.normal(*size) for size in sizes))
 
 
+# --- rare: rows and images of few elements
+
+
+@rare("scores within windows of 49")
+def _(make: Inputs) -> Problem:
+    return Problem(_softmax_in_float32, (make.normal(make.scale.tokens * make.scale.width // 49, 49),))
+
+
+@rare("scores of 197 patches")
+def _(make: Inputs) -> Problem:
+    return Problem(_softmax_in_float32, (make.normal(make.scale.tokens * make.scale.width // 197, 197),))
+
+
+def _softmax_in_float32(scores: Tensor) -> Tensor:
+    return scores.float().softmax(-1).to(scores.dtype)
+
+
+@rare("softmax over 150 channels")
+def _(make: Inputs) -> Problem:
+    s = make.scale
+
+    def run(logits: Tensor) -> Tensor:
+        return logits.float().softmax(1).to(logits.dtype)
+
+    return Problem(run, (make.normal(max(1, s.tokens // 256), 150, s.width // 4),))
+
+
+@rare("eight channels of pixels, made contiguous")
+def _(make: Inputs) -> Problem:
+    return Problem(_doubled_by_channel, (make.normal(max(1, make.scale.tokens // 8), make.scale.width, 8),))
+
+
+@rare("channels of images of 49 pixels, made contiguous")
+def _(make: Inputs) -> Problem:
+    return Problem(_doubled_by_channel, (make.normal(max(1, make.scale.tokens // 64), 49, make.scale.width),))
+
+
+def _doubled_by_channel(pixels: Tensor) -> Tensor:
+    return (pixels * 2).transpose(1, 2).contiguous()
+
+
 # --- rare: the largest of many
 
 

@@ -407,9 +407,10 @@ def _columns(given: _Reduction) -> Tiling:
     stages = _stages(given.body, tile) if given.stores else 0
     # A program with a pipeline has enough loads in flight for a multiprocessor: the gradients of an activation and of
     # its bias (224 programs) took 275 us with rows divided among four, 256 us without (one H100).
+    enough = 1 if stages else 2
     # More programs only have more parts to combine: a batch norm's took 125 us with 256 programs, 151 with 1024 (one
-    # H200). Without a pipeline, more programs have more loads in flight.
-    enough, most = (1, 2) if stages else (2, 8)
+    # H200). Without a pipeline, more programs have more loads in flight; in a scan, the threads of one often wait.
+    most = 2 if stages and not given.scans else 8
     tiling = replace(tiling, form="looped", num_stages=stages)
     return _split_few_rows(given, tiling, most * MULTIPROCESSORS, enough * MULTIPROCESSORS)
 
