@@ -24,6 +24,7 @@ from overlapc.ir.rewriting import rewrite
 COMPARES = frozenset("lt ge le gt eq ne".split())
 ARITHMETIC = frozenset("add sub mul floor_div trunc_div remainder fmod".split())
 INTEGERS = (torch.int32, torch.int64)
+LARGEST = 2**30  # largest number that becomes an index: larger ones would make all indices of a kernel 64 bits wide
 
 
 def with_known_positions(body: Body) -> Body:
@@ -105,7 +106,7 @@ def _compared(value: Op, ranges: Ranges) -> Value:
 def _computed(value: Op, ranges: Ranges) -> Value:
     """Return the result of arithmetic as an `Index`; `value` itself unless both operands and the result are known.
 
-    Known are bounds that are numbers which the dtype can hold. Quotients and remainders are taken of operands that are
+    Known are bounds that are numbers of at most `LARGEST`. Quotients and remainders are taken of operands that are
     not negative, where rounding down and towards zero are the same.
     """
     left, right = map(whole_number, value.args)
@@ -121,8 +122,7 @@ def _computed(value: Op, ranges: Ranges) -> Value:
         result = FloorDiv(left, right) if divides else ModularIndexing(left, sympy.S.One, right)
     result = simplify(result, ranges)
     limits = bounds(result, ranges)
-    held = torch.iinfo(value.dtype)
-    if limits is None or not all(limit.is_Integer and held.min <= limit <= held.max for limit in limits):
+    if limits is None or not all(limit.is_Integer and abs(limit) <= LARGEST for limit in limits):
         return value
     return Index(result, value.dtype)
 

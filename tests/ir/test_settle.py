@@ -55,7 +55,8 @@ def test_a_remainder_of_a_moved_position_is_an_index() -> None:
 def test_arithmetic_that_may_wrap_around_or_divide_by_zero_stays() -> None:
     ranges = Body(LOOPS, (), ()).ranges()
     wide = op("mul", Index(P[0], torch.int32), number(2**30, torch.int32))
-    for value in (wide, op("floor_div", Index(P[0]), number(0)), op("fmod", Index(P[0] - 2), number(3))):
+    large = op("add", Index(P[0]), number(2**30))  # as an index, it would make all others 64 bits wide
+    for value in (wide, large, op("floor_div", Index(P[0]), number(0)), op("fmod", Index(P[0] - 2), number(3))):
         assert settled(value, ranges) is value
 
 
