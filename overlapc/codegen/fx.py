@@ -8,6 +8,7 @@ source line. FX itself frees a variable's memory after the last node that reads 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +30,30 @@ from overlapc.runtime.triton_binary import stage_options
 from overlapc.runtime.triton_kernel import ELEMENT, TritonLaunch
 
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+
+def _traced(function: Callable[..., Any], arguments: int) -> staticmethod[..., Any]:
+    """Return `function` of its first `arguments`, as a node of the graph if one of them is a node."""
+
+    def call(*args: Any) -> Any:
+        values = args[:arguments]
+        tracer = next((value.tracer for value in values if isinstance(value, Proxy)), None)
+        if tracer is None:
+            return function(*values)
+        return tracer.create_proxy("call_function", function, values, {})
+
+    return staticmethod(call)
+
+
+class _SizeArithmetic(PythonReferenceAnalysis):
+    """Arithmetic on sizes, some of which are nodes. torch's own has no division of integers that yields a float, and
+    rounds only numbers."""
+
+    int_truediv = _traced(operator.truediv, 2)
+    trunc_to_int = _traced(math.trunc, 1)
+    floor_to_int = _traced(math.floor, 1)
+    ceil_to_int = _traced(math.ceil, 1)
+    round_to_int = _traced(round, 1)
 
 
 class FxWrapper:
@@ -199,7 +224,7 @@ class FxWrapper:
                 symbol: Proxy(node, self.tracer) if isinstance(node, Node) else node
                 for symbol, node in ((symbol, self.sizes[symbol]) for symbol in expr.free_symbols)
             }
-            result = sympy_interp(PythonReferenceAnalysis, known, expr)
+            result = sympy_interp(_SizeArithmetic, known, expr)
             self.computed[expr] = result.node if isinstance(result, Proxy) else result
         return self.computed[expr]
 

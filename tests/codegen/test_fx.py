@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,6 +86,28 @@ def test_sizes_of_several_symbols_equal_eager():
 
     call = compiled(function, True, wrapper="fx")
     for size in ((5, 6), (9, 4)):
+        x = torch.randn(size)
+        torch.testing.assert_close(call(x), function(x))
+
+
+@pytest.mark.parametrize(
+    "amount",
+    [
+        lambda size: size / 3,
+        lambda size: int(size / 3),
+        lambda size: math.floor(size * 0.3),
+        lambda size: math.ceil(size / 4),
+        lambda size: round(size / 4),
+    ],
+)
+def test_quotients_of_sizes_equal_eager(amount):
+    """They are arguments of the library call, which no kernel computes."""
+
+    def function(x: Tensor) -> Tensor:
+        return x.histc(4, -1, 1 + amount(x.shape[0]))
+
+    call = compiled(function, True, wrapper="fx")
+    for size in (10, 7):
         x = torch.randn(size)
         torch.testing.assert_close(call(x), function(x))
 
