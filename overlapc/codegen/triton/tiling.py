@@ -366,10 +366,11 @@ def _reduction(
         stores=any(access.is_store for access in inner),
     )
     if columns:
-        return _columns(given)
+        return _whole_columns(given) or _columns(given)
     across = max((loop.symbol for loop in body.loops), key=lambda symbol: votes[symbol], default=None)
     if across is not None and best is not None and not fixed and 4 * votes[across] >= votes[best] > 0:
-        return _contiguous_both_ways(replace(given, x=_with_innermost(body.loops, across)))
+        given = replace(given, x=_with_innermost(body.loops, across))
+        return _whole_columns(given) or _contiguous_both_ways(given)
     row_limit = _row_limit(given.streams)
     if given.passes == 1 or (given.stores and _branches(body)):
         row_limit = min(row_limit, _ONE_PASS_LIMIT)
@@ -389,9 +390,6 @@ def _branches(body: Body) -> bool:
 
 def _columns(given: _Reduction) -> Tiling:
     """Return a tiling for accesses that are contiguous along x: a warp's width of columns, and rows to fill a tile."""
-    whole = _whole_columns(given)
-    if whole is not None:
-        return whole
     width = 64 if all(load.memory_dtype.itemsize <= 2 for load in given.body.loads()) else 32
     xblock = min(width, power_of_two(given.rows))
     rblock = _clamp(1, power_of_two(given.length), 4096 // xblock)
@@ -423,18 +421,15 @@ def _row_limit(streams: int) -> int:
 def _whole_columns(given: _Reduction) -> Tiling | None:
     """Return a tiling that reads 32 whole columns once, where a loop over r would read them again; None if they do not
     fit in registers (softmax of 150 channels: 85 us in a loop, 58 at once; one H200)."""
-    limit = _row_limit(given.streams)
     rblock = power_of_two(given.length)
-    if given.passes < 2 or given.scans or not given.static or 32 * rblock > limit or given.rows < 32:
+    fits = given.static and given.rows >= 32 and 32 * rblock <= _row_limit(given.streams)
+    if not fits or given.passes < 2 or given.scans:
         return None
     return Tiling("persistent", given.x, 32, _clamp(1, rblock // 32, 16), r=given.r, rblock=rblock)
 
 
 def _contiguous_both_ways(given: _Reduction) -> Tiling:
     """Return a tiling for accesses contiguous along x and along r: whole cache sectors along both."""
-    whole = _whole_columns(given)
-    if whole is not None:
-        return whole
     xblock, rblock = (min(size, power_of_two(extent)) for size, extent in ((32, given.rows), (128, given.length)))
     tiling = Tiling("persistent", given.x, xblock, _warps(xblock * rblock), r=given.r, rblock=rblock)
     if given.static and given.length <= rblock:
