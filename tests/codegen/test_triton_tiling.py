@@ -17,7 +17,7 @@ from overlapc.ir.indexing import loop_symbol
 from tests.codegen.cubins import compile_source
 from tests.codegen.norm_cases import norm_gradients
 from tests.codegen.terms import loop, p0, p1, p2, r0, total
-from tests.codegen.triton_cases import elements_and_columns, softmax, three_ways, transpose
+from tests.codegen.triton_cases import elements_and_columns, factors_of_batches, softmax, three_ways, transpose
 
 SHARED_OF_A_PROGRAM = 99 * 1024  # bytes; the limit of compute capability 8.6 and 8.9, the lowest since 8.0
 BF16, F32 = torch.bfloat16, torch.float32
@@ -188,6 +188,14 @@ def test_a_thread_gets_no_neighbouring_elements_that_it_cannot_load_together(tmp
         TritonGenerator().generate(Body((loop(p0, 64), loop(p1, 10747)), (), (store,)), "biased"), tmp_path
     )
     assert set(re.findall(r"sizePerThread = \[(\d+)\]", kernel.asm["ttgir"])) == {"1"}
+
+
+def test_what_depends_on_loops_that_are_constant_in_a_tile_is_loaded_once_for_a_tile() -> None:
+    """An adaptive norm's backward took 90 us when each channel loaded the factors of its image, 61 since (one H200)."""
+    case = factors_of_batches(16, 512, 2048)
+    text = TritonGenerator().generate(case.body, "sums", size_hints=case.sizes).text
+    assert re.search(r"p0 = \(tl.program_id\(0\).* \* XBLOCK\) // 2048$", text, re.MULTILINE)
+    assert re.search(r"tl.load\(in1 \+ \(512 \* p0 \+ r0\)[,)]", text)
 
 
 def test_tiles_of_columns_are_smaller_if_many_tensors_are_loaded_ahead() -> None:

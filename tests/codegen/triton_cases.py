@@ -232,6 +232,40 @@ def symbolic_pointwise(rows: int, width: int) -> Case:
     return Case("symbolic_pointwise", body, tensors, lambda t: {"y": t["x"] + t["row"]}, {"s0": width})
 
 
+def factors_of_batches(batch: int, length: int, width: int) -> Case:
+    """Return sums of columns in every batch, with factors of its rows and one of the batch: constant in a tile."""
+    at = length * width * p0 + width * r0 + p1
+    product = op("mul", Load("x", at, bf16), Load("weight", length * p0 + r0, f32))
+    y = op("mul", total(product), Load("scale", p0, f32))
+    body = Body((loop(p0, s0), loop(p1, width)), (loop(r0, length),), (Store("y", width * p0 + p1, y, f32),))
+    x = noise(batch, length, width, dtype=bf16)
+    tensors = {"x": x, "weight": noise(batch, length), "scale": noise(batch), "y": torch.zeros(batch, width)}
+
+    def expected(t: Tensors) -> Tensors:
+        return {"y": torch.einsum("brw,br,b->bw", t["x"].double(), t["weight"].double(), t["scale"].double())}
+
+    return Case("factors_of_batches", body, tensors, expected, {"s0": batch})
+
+
+def heads_and_totals(tokens: int, heads: int, width: int) -> Case:
+    """Return heads with factors of their token, which tiles of several heads read once, and totals over all heads."""
+    at = heads * width * p0 + width * p1 + r0
+    turned = op("mul", Load("x", at, f32), Load("cos", width * p0 + r0, f32))
+    stores = (
+        Store("y", at, op("sub", turned, total(turned)), f32),
+        Store("dw", r0, turned, f32, "sum"),
+    )
+    body = Body((loop(p0, tokens), loop(p1, heads)), (loop(r0, width),), stores)
+    tensors = {"x": noise(tokens, heads, width), "cos": noise(tokens, width, seed=1)}
+    tensors |= {"y": torch.empty(tokens, heads, width), "dw": torch.empty(width)}
+
+    def expected(t: Tensors) -> Tensors:
+        turned = t["x"].double() * t["cos"].double()[:, None]
+        return {"y": turned - turned.sum(-1, keepdim=True), "dw": turned.sum((0, 1))}
+
+    return Case("heads_and_totals", body, tensors, expected)
+
+
 def divided(count: int) -> Case:
     """Return a body with FloorDiv and ModularIndexing in an index, and a floor division of negative numbers."""
     index = 7 * FloorDiv(p0, 7) + ModularIndexing(p0 + 3, 1, 7)
@@ -310,6 +344,8 @@ def small() -> list[Case]:
         three_ways(18, 20, 17),
         symbolic(3, 37),
         symbolic_pointwise(3, 37),
+        factors_of_batches(3, 21, 64),
+        heads_and_totals(5, 4, 16),
         divided(50),
         in_place(3, 37),
         gate_and_up(3, 37),
@@ -357,6 +393,8 @@ def large() -> list[Case]:
         symbolic(1000, 3000),
         symbolic(2, 1_000_000),
         symbolic_pointwise(1000, 3000),
+        factors_of_batches(16, 512, 2048),
+        heads_and_totals(4096, 32, 128),
         divided(1_000_000),
         in_place(100, 40000),
         largest(3000, 64, 8),

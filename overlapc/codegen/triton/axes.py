@@ -7,7 +7,7 @@ from functools import partial
 
 import sympy
 
-from overlapc.codegen.triton.shape import KernelShape, axis_symbol
+from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
 from overlapc.ir.body import Loop
 from overlapc.ir.indexing import ModularIndexing, exact_quotient
 
@@ -90,6 +90,7 @@ class AxisWriter:
         self.axis_index(axis, f"{first} + tl.arange(0, {block})", emit)
 
     def axis_index(self, axis: str, text: str, emit: Scope) -> None:
+        """Define the index variable of an axis as `text`: the first index of the tile, if not 0, plus the lanes."""
         kernel = self.kernel
         subscript = kernel.subscript(axis)
         name = kernel.index_name[axis]
@@ -109,11 +110,13 @@ class AxisWriter:
             self.symbols[loops[0].symbol] = name
             return
         used = self.symbols_needed(axis)
+        first = text.rpartition(" + ")[0]
         step = sympy.S.One
         for position in range(len(loops) - 1, -1, -1):
             loop = loops[position]
             if loop.symbol in used:
-                text = name if step == 1 else f"{name} // {kernel.size_text(step)}"
+                flat = term(first) if loop.symbol in kernel.constant_in_tiles else name
+                text = flat if step == 1 else f"{flat} // {kernel.size_text(step)}"
                 if position > 0:
                     text = f"{text if step == 1 else f'({text})'} % {kernel.size_text(loop.size)}"
                 part = f"{loop.symbol}{kernel.suffix}"

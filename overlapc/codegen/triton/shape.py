@@ -52,7 +52,6 @@ class KernelShape:
         self.arguments = argument_names(body)
         axes = {"z": tiling.z, "y": tiling.y, "x": tiling.x, "r": tiling.r}
         self.axes = {axis: loops for axis, loops in axes.items() if loops or axis == "x"}
-        self.axis_of = {loop.symbol: axis for axis, loops in self.axes.items() for loop in loops}
         self.numel = {axis: numel(loop.size for loop in loops) for axis, loops in self.axes.items()}
         self.index_name = {axis: str(loops[0].symbol) if len(loops) == 1 else axis for axis, loops in self.axes.items()}
         self.block = {"z": tiling.zblock, "y": tiling.yblock, "x": tiling.xblock, "r": tiling.rblock}
@@ -64,6 +63,13 @@ class KernelShape:
         self.axes_of_pairs |= {pair.axis for pair in self.store_pairs.values()}
         self.suffix = ""  # suffix of index variables if an axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
+        self.constant_in_tiles = self._constant_in_tiles()  # loops
+        self.axis_of = {
+            loop.symbol: axis
+            for axis, loops in self.axes.items()
+            for loop in loops
+            if loop.symbol not in self.constant_in_tiles
+        }
         self.draws = any(isinstance(value, Op) and value.name == "random" for value in body.values())
         self.unseen = unseen_where_masked(body)
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
@@ -76,6 +82,22 @@ class KernelShape:
         if tiling.form != "dot":
             ahead = self.scans if self.splits_scans else None
             self.levels = accumulations(body, joined, position, self.lane_width, ahead)
+
+    def _constant_in_tiles(self) -> set[sympy.Symbol]:
+        """Return the loops that are constant in a tile, as tiles divide the loops inside of them evenly: the batch of a
+        tile of channels. What depends on them alone is computed and loaded once."""
+        tiling = self.tiling
+        # A loop over rows counts them in int32.
+        if tiling.form == "dot" or (tiling.form == "totals" and self.index_dtype != "tl.int32"):
+            return set()
+        found: set[sympy.Symbol] = set()
+        for axis in {"z", "y", "x"} & self.axes.keys() - self.axes_of_pairs:
+            inside = sympy.S.One
+            for loop in reversed(self.axes[axis]):
+                if inside.is_Integer and int(inside) % self.block[axis] == 0 and self.block[axis] > 1:
+                    found.add(loop.symbol)
+                inside *= loop.size
+        return found
 
     def _lane_width(self) -> int:
         """Return how many neighbours along r a thread holds: 16 bytes' worth if all loads are contiguous along r."""

@@ -68,7 +68,9 @@ class StageWriter(ValueWriter):
         for at, store in enumerate(totals):
             shape = kernel.shape(("x", "r"))
             function(f"total{at} = tl.full({shape}, {_NEUTRAL[store.mode]}, {COMPUTE[store.value.dtype]})")
-        same = [load for load in kernel.body.loads() if not load.operands() and self.index_axes(load.index) <= {"r"}]
+        of_rows = {loop.symbol for loop in kernel.axes["x"]}
+        loads = [load for load in kernel.body.loads() if not load.operands()]
+        same = [load for load in loads if of_rows.isdisjoint(load.index.free_symbols)]
         self.compute(function, self.names, same)  # the same for every row
         before = dict(self.names)
         rows = kernel.size_text(kernel.numel["x"])
