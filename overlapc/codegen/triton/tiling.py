@@ -195,24 +195,10 @@ def _clamp(low: int, number: int, high: int) -> int:
 
 
 def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence[Access]) -> Tiling:
-    total = 1
-    for size in sizes.values():
-        total *= size
     votes = _contiguous_bytes(accesses, sizes)
     ranked = sorted(votes, key=lambda symbol: -votes[symbol])
-    most = votes[ranked[0]] if ranked else 0
-    along: list[tuple[Loop, ...]] = []
-    short: list[tuple[Loop, ...]] = []
-    for symbol in ranked[:3]:
-        run = _contiguous_loops(body, symbol, accesses, sizes, min(_CUBE)) if 4 * votes[symbol] >= most > 0 else ()
-        if not any(loop in axis for axis in along for loop in run):
-            (along if _length(run, sizes) >= min(_CUBE) else short).append(run)
-    tiling = _tiled(body, along, sizes) if len(along) > 1 else None
-    runs = along[1:2] if tiling else short
-    beside = next((run for run in runs if along and _interleaves(run, along[0][-1], accesses, sizes)), ())
-    if beside and tiling is None:
-        tiling = _interleaved(body, along[0][-1], beside, accesses, sizes)
-    if tiling is not None and not (beside and _is_small(tiling, sizes)):
+    tiling = _along_several(body, sizes, accesses, {symbol: votes[symbol] for symbol in ranked[:3]})
+    if tiling is not None:
         return tiling
     loops = body.loops
     if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
@@ -222,11 +208,42 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
         single = sizes[loops[-1].symbol] % 2
         return Tiling("rows", loops[-1:], 512 if single else 1024, 4 if single else 2, grid=loops[:-1])
     # Smaller blocks if few would fill the device.
+    total = math.prod(sizes.values())
     xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), _FLAT_TILE)
     xblock = min(xblock, max(32, power_of_two(total)))
     if _elements(body) >= 4:  # fewer iterations per thread, for about as many elements per thread as usual
         return Tiling("flat", loops, min(xblock, 512), _clamp(1, xblock // 64, 8))
     return Tiling("flat", loops, xblock, _clamp(1, xblock // 256, 4))
+
+
+def _along_several(
+    body: Body,
+    sizes: Mapping[sympy.Symbol, int],
+    accesses: Sequence[Access],
+    votes: Mapping[sympy.Symbol, int],
+) -> Tiling | None:
+    """Return a tiling over two or three axes along which accesses are contiguous; None if flat tiles are better.
+
+    votes: bytes of accesses that are contiguous along loops, most first.
+    """
+    most = max(votes.values(), default=0)
+    axes: list[tuple[Loop, ...]] = []
+    short: list[tuple[Loop, ...]] = []
+    for symbol, voted in votes.items():
+        run = _contiguous_loops(body, symbol, accesses, sizes, min(_CUBE)) if 4 * voted >= most > 0 else ()
+        if not any(loop in axis for axis in axes for loop in run):
+            (axes if _length(run, sizes) >= min(_CUBE) else short).append(run)
+    if not axes:
+        return None
+    along = axes[0][-1]
+    if len(axes) > 1:
+        tiling = _tiled(body, axes, sizes)
+        return None if _interleaves(axes[1], along, accesses, sizes) and _is_small(tiling, sizes) else tiling
+    beside = next((run for run in short if _interleaves(run, along, accesses, sizes)), None)
+    if beside is None:
+        return None
+    tiling = _interleaved(body, along, beside, accesses, sizes)
+    return None if _is_small(tiling, sizes) else tiling
 
 
 def _is_small(tiling: Tiling, sizes: Mapping[sympy.Symbol, int]) -> bool:
