@@ -77,6 +77,39 @@ def swiglu() -> Body:
     return Body((loop(p0, s0),), (), (Store("y", p0, op("mul", gated, b), BF16),))
 
 
+def elu() -> Body:
+    x = Load("x", p0, BF16)
+    y = op("where", op("gt", x, Constant(0.0, F32)), x, op("expm1", x))
+    return Body((loop(p0, 10_000),), (), (Store("y", p0, y, BF16),))
+
+
+def clipped_ratio() -> Body:
+    """The gradient of min(r * a, clamp(r, 0.8, 1.2) * a) with r = exp(x - old): several selects by equal operands."""
+    row = 512 * p0 + p1
+    x, old, advantage, gradient = (Load(name, at, F32) for name, at in (("x", row), ("old", row), ("a", p0), ("g", p0)))
+    low, high, zero = (Constant(bound, F32) for bound in (0.8, 1.2, 0.0))
+    ratio = op("exp", op("sub", x, old))
+    plain = op("mul", ratio, advantage)
+    clipped = op("mul", op("minimum", op("maximum", ratio, low), high), advantage)
+    given = op("where", op("eq", plain, clipped), op("div", gradient, Constant(2.0, F32)), gradient)
+    inside = op("logical_and", op("ge", ratio, low), op("le", ratio, high))
+    direct = op("mul", op("where", op("gt", plain, clipped), zero, given), advantage)
+    through = op("mul", op("where", op("lt", plain, clipped), zero, given), advantage)
+    both = op("mul", op("add", direct, op("where", inside, through, zero)), ratio)
+    return Body((loop(p0, 16), loop(p1, 512)), (), (Store("y", row, both, F32),))
+
+
+def token_shift_gradient() -> Body:
+    """y[p0] = g[p0] * m + (g[p0 + 1] * m, or 0 in the last row): a mask and a select that are constant in a row."""
+    at = 512 * p0 + p1
+    inside = op("lt", Index(p0), Constant(99, I64))
+    mix = Load("m", p1, BF16)
+    shifted = op("mul", Load("g", at + 512, BF16, inside), mix)
+    here = op("mul", Load("g", at, BF16), mix)
+    y = op("add", here, op("where", inside, Cast(shifted, BF16), Constant(0.0, F32)))
+    return Body((loop(p0, 100), loop(p1, 512)), (), (Store("y", at, y, BF16),))
+
+
 def rotary() -> Body:
     """cat of two halves with masked loads, as in RoPE: y = cat(-x[32:], x[:32]) * sin + x * cos."""
     at = 64 * p0 + p1
@@ -208,6 +241,9 @@ BODIES = {
     "permuted": permuted_reduction(),
     "reordered_argmax": reordered_argmax(),
     "swiglu": swiglu(),
+    "elu": elu(),
+    "clipped_ratio": clipped_ratio(),
+    "token_shift_gradient": token_shift_gradient(),
     "rotary": rotary(),
     "transposed": transposed(300, 200),
     "transposed_small": transposed(5, 3),

@@ -230,6 +230,36 @@ def test_memory_can_be_read_as_another_dtype(kernels: Kernels):
     assert torch.equal(bits, x.view(torch.int32))
 
 
+def test_selects_choose_as_where_does_and_keep_the_sign_of_zero(kernels: Kernels):
+    x = torch.randn(10_000).to(BF16)
+    x[:6] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.0])
+    y = torch.empty_like(x)
+    kernels.run("elu", {"x": x, "y": y})
+    torch.testing.assert_close(y, F.elu(x), rtol=0, atol=0, equal_nan=True)
+    assert y[:2].signbit().tolist() == [False, True]
+
+
+def test_gradients_of_a_clipped_ratio(kernels: Kernels):
+    x, old = torch.randn(16, 512) * 0.3, torch.randn(16, 512) * 0.3
+    advantage, gradient = torch.randn(16), torch.rand(16)
+    x[:, :64] = old[:, :64]  # ratios of 1, where both sides are equal
+    y = torch.empty(16, 512)
+    kernels.run("clipped_ratio", {"x": x, "old": old, "a": advantage, "g": gradient, "y": y})
+    leaf = x.clone().requires_grad_()
+    ratio = (leaf - old).exp()
+    a = advantage[:, None]
+    torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).backward(gradient[:, None].expand(16, 512))
+    close(y, leaf.grad)
+
+
+def test_a_row_of_padding_adds_nothing(kernels: Kernels):
+    g, m = torch.randn(100, 512).to(BF16), torch.rand(512).to(BF16)
+    y = torch.empty(100, 512, dtype=BF16)
+    kernels.run("token_shift_gradient", {"g": g, "m": m, "y": y})
+    shifted = F.pad(g[1:], (0, 0, 0, 1))
+    close(y, (g.float() * m.float() + (shifted * m).float()).to(BF16))
+
+
 def test_sums_of_long_rows_are_as_exact_as_pairwise_ones(kernels: Kernels):
     x = torch.rand(200_000) + 0.5
     y, norm = torch.empty_like(x), torch.empty(1)
@@ -335,7 +365,11 @@ def test_the_generator_is_registered_for_cpu():
     assert isinstance(generator_for("cpu"), CppGenerator)
 
 
-@pytest.mark.parametrize("name", ["rms_norm_bf16", "softmax", "weights", "swiglu", "in_place", "cross_entropy"])
+@pytest.mark.parametrize(
+    "name",
+    ["rms_norm_bf16", "softmax", "weights", "swiglu", "in_place", "cross_entropy", "elu", "clipped_ratio",
+     "token_shift_gradient"],
+)  # fmt: skip
 def test_the_compiler_vectorizes_every_loop_that_computes(kernels: Kernels, name: str, tmp_path: Path):
     compiler = find_compiler()
     if "Free Software Foundation" not in compiler.identity:

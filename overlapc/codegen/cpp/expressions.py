@@ -222,7 +222,7 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
     name = op.name
     suffix = "f" if dtype == torch.float32 else ""
     if name == "where":
-        return f"{args[0]} ? {args[1]} : {args[2]}"
+        return f"chosen({', '.join(args)})" if dtype.is_floating_point else f"{args[0]} ? {args[1]} : {args[2]}"
     if name in _INFIX:
         text = f"{args[0]} {_INFIX[name]} {args[1]}"
         narrow = name in ("add", "sub", "mul") and kind not in ("float", "double", "int32_t", "int64_t")

@@ -236,6 +236,17 @@ INLINE To bits(From from) {
   return to;
 }
 
+// A `where` without a branch: GCC moves the computation of a result that is used on one side only (an ELU's expm1) into
+// branches, and does not vectorize what it made of them.
+INLINE float chosen(bool condition, float a, float b) {
+  const uint32_t mask = 0u - uint32_t(condition);
+  return bits<float>((bits<uint32_t>(a) & mask) | (bits<uint32_t>(b) & ~mask));
+}
+INLINE double chosen(bool condition, double a, double b) {
+  const uint64_t mask = uint64_t(0) - uint64_t(condition);
+  return bits<double>((bits<uint64_t>(a) & mask) | (bits<uint64_t>(b) & ~mask));
+}
+
 // ---- memory formats; branch-free integer code, because compilers do not vectorize short float types everywhere
 
 INLINE float load_bf16(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
