@@ -24,6 +24,12 @@ HERE = Path(__file__).parent
 CORPUS = sorted(HERE.glob("*.sched"))
 
 
+@cache
+def captured(path: Path) -> Schedule:
+    """One schedule of the corpus, as its file says."""
+    return parse(path.read_text())
+
+
 def context(profile: DeviceProfile | None = None) -> Context:
     """The default configuration, by default on H200s."""
     profile = profile or load_profile("h200-nvlink")
@@ -34,7 +40,7 @@ def incoming(path: Path, profile: DeviceProfile | None = None) -> Schedule:
     """One schedule of the corpus, estimated as a profile says, by default today's of H200s."""
     estimate = context(profile).estimate
     assert estimate is not None
-    schedule = parse(path.read_text())
+    schedule = captured(path)
     return schedule.with_estimates({node.name: estimate(node) for node in schedule.nodes})
 
 

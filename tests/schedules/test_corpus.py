@@ -15,7 +15,7 @@ from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
-from tests.schedules.plans import CORPUS, HERE, context, incoming, planned, positions_text
+from tests.schedules.plans import CORPUS, HERE, captured, context, incoming, planned, positions_text
 
 
 def stretched(schedule: Schedule, times: float) -> Schedule:
@@ -31,7 +31,7 @@ def stretched(schedule: Schedule, times: float) -> Schedule:
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_text_reads_back(path):
-    schedule = parse(path.read_text())
+    schedule = captured(path)
     verify(schedule, path.name)
     assert parse(str(schedule)) == schedule
 
@@ -83,7 +83,7 @@ def test_a_plan_by_two_chosen_passes_is_no_slower(path):
     text = path.read_text()
     config = Config(profile="h200-nvlink", passes="raise_collectives,sink_waits")
     (graph,) = plan_text(text, config).steps[0].graphs
-    assert graph.name == parse(text).name
+    assert graph.name == captured(path).name
     assert [row.name for row in graph.passes] == ["raise_collectives", "sink_waits"]
     assert graph.after.step_ns <= graph.before.step_ns
 
@@ -94,7 +94,7 @@ def test_a_plan_without_passes_keeps_the_order(stem):
     text = path.read_text()
     (graph,) = plan_text(text, Config(profile="h200-nvlink", passes="none")).steps[0].graphs
     assert graph.passes == ()
-    assert [node.name for node in parse(graph.schedule).nodes] == [node.name for node in parse(text).nodes]
+    assert [node.name for node in parse(graph.schedule).nodes] == [node.name for node in captured(path).nodes]
     assert graph.after.step_ns == graph.before.step_ns
 
 
@@ -137,7 +137,7 @@ def test_without_buckets_and_plan_the_same_step_is_slower():
     """Both of them earn their place."""
     (path,) = [path for path in CORPUS if path.stem == "llama_8b_fsdp4.backward"]
     ctx = context()
-    schedule = parse(path.read_text())
+    schedule = captured(path)
     whole = planned(path).after.step_ns
     for rest in (("plan_overlap", "raise_under_memory", "sink_waits"), ("bucket", "raise_under_memory", "sink_waits")):
         result = run_pipeline(schedule, type(ctx)(**{**vars(ctx), "passes": rest}))
