@@ -5,19 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
-
-import tests.untimed_guards  # noqa: F401
 
 # Tests must not use results that earlier runs left in the warm-start cache; tests/warm switches it on.
 os.environ.setdefault("OVERLAPC_WARM_START", "0")
-# Nor depend on the speed and load of this machine, which takes ten seconds to measure for each new cache folder.
-if not torch.cuda.is_available():
-    os.environ.setdefault("OVERLAPC_PROFILE", "cpu-gloo")
 
 # Most tests do not need the best order of nodes, and searching for it takes half of the compile time: search less.
 # tests/passes and tests/schedules test the search.
@@ -31,55 +26,72 @@ settings.load_profile("any machine")
 # parallel/test_replayed_blocks.py with lowering/test_scatter.py.
 gc.set_threshold(50_000, 20, 100)
 
-# Files that take 20 CPU seconds or more, longest first. Workers take files in this order: a worker that starts a long
-# file last would keep the other workers waiting.
+# Files that took 19 seconds or more beside another worker, longest first. Workers take files in this order: a worker
+# that starts a long file last would keep the other workers waiting.
 LONGEST = (
-    "parallel/test_parity_steps.py",
-    "programs/test_drawn.py",
-    "codegen/test_triton_cubin.py",
-    "test_parity_ranks.py",
     "planning/test_last_batch_ranks.py",
-    "parallel/test_shared_graphs.py",
-    "trainers/test_huggingface_ranks.py",
-    "trainers/test_torchtitan_ranks.py",
-    "parallel/test_replayed_blocks.py",
-    "lowering/test_numbers.py",
-    "test_copies_ranks.py",
-    "compilation/test_folded_blocks.py",
-    "codegen/test_triton_kernels.py",
-    "parallel/test_fsdp_module_ranks.py",
-    "ops/test_sampled.py",
-    "lowering/test_symbolic.py",
+    "parallel/test_parity_steps.py",
     "planning/test_repeated_layers.py",
+    "codegen/test_triton_cubin.py",
     "planning/test_keep_gathered_ranks.py",
-    "launch/test_torchrun.py",
-    "codegen/test_same_bits.py",
-    "warm/test_warm.py",
-    "warm/test_precompile.py",
-    "launch/test_demo.py",
-    "lowering/test_checks.py",
-    "lowering/test_views.py",
-    "parallel/test_controls.py",
-    "launch/test_plan_model.py",
-    "parallel/test_fsdp_graph.py",
-    "launch/test_plan_script.py",
-    "lowering/test_computed_sizes.py",
-    "parallel/test_dtensor_fsdp_ranks.py",
+    "trainers/test_torchtitan_ranks.py",
+    "parallel/test_gathered.py",
     "schedules/test_corpus.py",
-    "lowering/test_control_flow.py",
+    "parallel/test_shared_graphs.py",
+    "programs/test_drawn.py",
+    "parallel/test_fsdp_module_ranks.py",
+    "trainers/test_huggingface_ranks.py",
+    "warm/test_warm.py",
     "lowering/test_scatter.py",
+    "parallel/test_dtensor_fsdp_ranks.py",
+    "launch/test_demo.py",
     "launch/test_calibrate.py",
-    "passes/test_bucket_ranks.py",
-    "lowering/test_scan.py",
-    "test_comparisons.py",
+    "launch/test_torchrun.py",
+    "compilation/test_folded_blocks.py",
+    "ops/test_sampled.py",
+    "warm/test_precompile.py",
+    "parallel/test_replayed_blocks.py",
+    "test_parity_ranks.py",
+    "lowering/test_symbolic.py",
+    "launch/test_plan_model.py",
+    "codegen/test_same_bits.py",
+    "lowering/test_numbers.py",
+    "codegen/test_triton_kernels.py",
+    "test_copies_ranks.py",
     "test_registration.py",
-    "codegen/test_flex_attention.py",
-    "examples/test_examples.py",
     "warm/test_warm_ranks.py",
-    "codegen/test_triton_tiling.py",
-    "runtime/copies/test_pool_ranks.py",
+    "passes/test_bucket_ranks.py",
+    "launch/test_plan_script.py",
+    "test_comparisons.py",
+    "parallel/test_fsdp_graph.py",
+    "examples/test_examples.py",
+    "parallel/test_fsdp_ranks.py",
     "launch/test_hosts.py",
+    "codegen/test_flex_attention.py",
+    "estimators/simulator/test_incremental.py",
+    "benchmarks/test_turns.py",
+    "planning/test_unequal_graphs_ranks.py",
+    "fusion/test_models.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import torch, but not in the process that only distributes tests: its workers start after this."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    import_module("tests.untimed_guards")
+    # Nor do tests depend on the speed and load of this machine, which takes ten seconds to measure for each new folder.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("OVERLAPC_PROFILE", "cpu-gloo")
+
+
+def pytest_sessionfinish() -> None:
+    """Free the garbage of the tests; pytest still reports errors of their destructors. The collections that pytest and
+    Python make at their ends then visit no other objects, which takes seconds each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,12 +104,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """Draw the same random numbers in a test whatever ran before it in its process."""
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def fresh_dynamo() -> None:
     """Discard everything that Dynamo compiled before the test, and what overlapc has warned of."""
+    import torch
+
     torch._dynamo.reset()
     backend = sys.modules.get("overlapc.backend")  # importing it here would cost each worker seconds
     if backend is not None:
