@@ -6,7 +6,7 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, op
+from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Reduce, Store, op
 from overlapc.ir.indexing import ModularIndexing
 from tests.codegen.terms import i0, loop, number, p0, p1, p2, r0, r1, s0, s1, total
 
@@ -158,6 +158,16 @@ def embedding() -> Body:
     return Body((loop(p0, s0), loop(p1, 48)), (), (Store("y", 48 * p0 + p1, row, BF16),))
 
 
+def biased_scores(rows: int) -> Body:
+    """exp(x + a bias that is looked up by a checked index), as a relative position's; indices 0 to 31 are valid."""
+    at = 300 * p0 + p1
+    bucket = Load("t", at, I64)
+    inside = op("logical_and", op("ge", bucket, Constant(0, I64)), op("lt", bucket, Constant(32, I64)))
+    index = Checked(bucket, inside, "no such bucket")
+    y = op("exp", op("add", Load("x", at, BF16), Load("bias", i0, BF16, None, ((i0, index),))))
+    return Body((loop(p0, rows), loop(p1, 300)), (), (Store("y", at, y, F32),))
+
+
 def scatter_add(columns: int, dtype: torch.dtype) -> Body:
     g = Load("g", columns * p0 + p1, dtype)
     store = Store("d", columns * i0 + p1, g, dtype, "add", None, ((i0, Load("t", p0, torch.int32)),))
@@ -251,6 +261,7 @@ BODIES = {
     "flattened": flattened(),
     "shifted": shifted(),
     "embedding": embedding(),
+    "biased_scores": biased_scores(40),
     "scatter_add": scatter_add(200, F32),
     "scatter_add_bf16": scatter_add(8, BF16),
     "histogram": histogram(),

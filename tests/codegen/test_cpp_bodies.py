@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from overlapc.codegen.cpp import CppGenerator
 from overlapc.codegen.cpp_load import prelude
 from overlapc.codegen.generators import generator_for
+from overlapc.errors import CheckFailed
 from overlapc.ir.body import Body, Load, Store, Value
 from overlapc.ir.rewriting import rewrite_values
 from overlapc.runtime.toolchain import find_compiler
@@ -260,6 +261,16 @@ def test_a_row_of_padding_adds_nothing(kernels: Kernels):
     close(y, (g.float() * m.float() + (shifted * m).float()).to(BF16))
 
 
+def test_lookups_in_a_loop_of_their_own_are_checked(kernels: Kernels):
+    x, bias, y = torch.randn(40, 300).to(BF16), torch.randn(32).to(BF16), torch.empty(40, 300)
+    t = torch.randint(0, 32, (40, 300))
+    kernels.run("biased_scores", {"x": x, "bias": bias, "t": t, "y": y})
+    close(y, (x.float() + bias.float()[t]).exp())
+    t[-1, -1] = 32
+    with pytest.raises(CheckFailed, match="no such bucket"):
+        kernels.run("biased_scores", {"x": x, "bias": bias, "t": t, "y": y})
+
+
 def test_sums_of_long_rows_are_as_exact_as_pairwise_ones(kernels: Kernels):
     x = torch.rand(200_000) + 0.5
     y, norm = torch.empty_like(x), torch.empty(1)
@@ -368,7 +379,7 @@ def test_the_generator_is_registered_for_cpu():
 @pytest.mark.parametrize(
     "name",
     ["rms_norm_bf16", "softmax", "weights", "swiglu", "in_place", "cross_entropy", "elu", "clipped_ratio",
-     "token_shift_gradient"],
+     "token_shift_gradient", "biased_scores"],
 )  # fmt: skip
 def test_the_compiler_vectorizes_every_loop_that_computes(kernels: Kernels, name: str, tmp_path: Path):
     compiler = find_compiler()

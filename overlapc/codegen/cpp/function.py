@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import sympy
 
 from overlapc.codegen.cpp.accumulators import Variable
-from overlapc.codegen.cpp.expressions import index_text
+from overlapc.codegen.cpp.expressions import MEMORY_TYPE, index_text, weight
 from overlapc.codegen.cpp.loop_plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, ROWS, TILE, TRANSPOSE_BLOCK, LoopPlan
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.pieces import LoopPiece, pieces
 from overlapc.codegen.cpp.side_by_side import Moved, side_by_side
 from overlapc.codegen.cpp.transposes import tiles_of
 from overlapc.codegen.cpp.values import ValueWriter
-from overlapc.ir.body import Body, Reduce, Scan, Store, Value
+from overlapc.ir.body import Body, Checked, Load, Reduce, Scan, Store, Value
+
+LEAST_WORK = (
+    8  # additions; a loop with less does not gain from being vectorized if its lookups take a loop of their own
+)
 
 
 class Function(ValueWriter):
@@ -25,6 +30,7 @@ class Function(ValueWriter):
         super().__init__(body, arguments)
         self.plan = plan
         self.sizes = sizes
+        self.lookups = 0  # arrays for lookups in loops of their own
         reduced = {loop.symbol for loop in body.reduction}
         # The loop over the columns or rows of a tile, each of which has one element in small arrays.
         self.lanes = plan.vector if plan.columns else plan.rows
@@ -111,12 +117,51 @@ class Function(ValueWriter):
         for piece in parts:
             self.facts = piece.facts
             names = dict(known)
-            self.begin(loop.between(piece.begin, piece.end))
+            part = loop.between(piece.begin, piece.end)
+            gathered = self._gather_ahead(part, self.needed(roots, names), names)
+            self.begin(part)
+            for load, element in gathered.items():
+                self.define_load(load, element, names)
             self.define(self.needed(roots, names), names)
             self.write_lines(finish(names))
             self.close()
         self.facts = {}
         self.write_lines(loop.after)
+
+    def _gather_ahead(self, loop: For, values: Sequence[Value], known: Mapping[Value, str]) -> dict[Load, str]:
+        """Write a loop of its own for lookups that keep `loop` from being vectorized; return their elements' places.
+
+        values: all values of the loop. GCC vectorizes no lookups of elements of two bytes, and no checks of indices.
+        """
+        most = _most_iterations(loop)
+        if not loop.pragma.startswith("#pragma omp simd") or most is None:
+            return {}
+        assert loop.loop is not None
+        found = [value for value in values if isinstance(value, Load) and self._is_lookup(value, loop.loop.symbol)]
+        rest = set(values).difference(self.needed(found, known))
+        if not found or sum(map(weight, rest)) < LEAST_WORK:
+            return {}
+        places = {load: f"looked_up{self.lookups + at}" for at, load in enumerate(found)}  # several loops have a scope
+        self.lookups += len(found)
+        for load, name in places.items():
+            self.line(f"{MEMORY_TYPE[load.memory_dtype]} {name}[{most}];")
+        self.begin(replace(loop, pragma=""))
+        names = dict(known)
+        at = loop.name if loop.begin == "0" else f"{loop.name} - {loop.begin}"
+        for load in found:
+            self.define((value for value in self.needed([load], names) if value is not load), names)
+            self.line(f"{places[load]}[{at}] = {self.element(load, names)};")
+        self.close()
+        return {load: f"{name}[{at}]" for load, name in places.items()}
+
+    def _is_lookup(self, value: Value, symbol: sympy.Symbol) -> bool:
+        """Whether each iteration of the loop of `symbol` loads `value` by an index from memory in a way that GCC leaves
+        scalar: with a check of the index, or elements of one or two bytes."""
+        if not isinstance(value, Load):
+            return False
+        indices = [index for _, index in value.indirect if symbol in self.symbols[index]]
+        checked = any(isinstance(index, Checked) for index in indices)
+        return bool(indices) and (checked or value.memory_dtype.itemsize < 4)
 
     def _side_by_side(
         self, parts: Sequence[LoopPiece], loop: For, roots: Sequence[Value], known: Mapping[Value, str]
@@ -251,3 +296,14 @@ class Function(ValueWriter):
                 inner.append(self.simd(plain(vector)))
         collapsed = self.on_threads(parallel, self.body.numel())
         self.store_nest([*parallel, *inner], self.body.stores, {}, collapsed)
+
+
+def _most_iterations(loop: For) -> int | None:
+    """Return a bound of the iterations of an innermost loop; None if there is no small one."""
+    assert loop.loop is not None
+    size = loop.loop.size
+    if loop.name == "lane":
+        return TILE
+    if loop.begin == f"{loop.loop.symbol}_block":
+        return BLOCK
+    return int(size) if size.is_Integer and int(size) <= BLOCK else None

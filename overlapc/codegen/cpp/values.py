@@ -166,14 +166,22 @@ class ValueWriter(Writer):
                 text = constant_text(value.number, value.dtype)
                 known[value] = f"({text})" if text.startswith("-") else text
                 continue
-            name = f"v{self.number[value]}"
-            if isinstance(value, Load) and value.memory_dtype in FORMAT:
-                bits = self.bits[name] = f"b{self.number[value]}"
-                self.line(f"const {MEMORY_TYPE[value.memory_dtype]} {bits} = {self.element(value, known)};")
-                self.line(f"const float {name} = load_{FORMAT[value.memory_dtype]}({bits});")
-            else:
-                self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
-            known[value] = name
+            if isinstance(value, Load):
+                self.define_load(value, self.element(value, known), known)
+                continue
+            name = known[value] = f"v{self.number[value]}"
+            self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
+
+    def define_load(self, load: Load, element: str, known: dict[Value, str]) -> None:
+        """Write the definition of a load whose `element` is an expression, and add its name to `known`."""
+        name = f"v{self.number[load]}"
+        if load.memory_dtype in FORMAT:
+            bits = self.bits[name] = f"b{self.number[load]}"
+            self.line(f"const {MEMORY_TYPE[load.memory_dtype]} {bits} = {element};")
+            self.line(f"const float {name} = load_{FORMAT[load.memory_dtype]}({bits});")
+        else:
+            self.line(f"const {C_TYPE[load.dtype]} {name} = {element};")
+        known[load] = name
 
 
 def _counts_a_condition(index: Value) -> bool:
