@@ -28,6 +28,7 @@ from overlapc.fx.control import inline_control_deps
 from overlapc.fx.masks.attention_masks import attention_counts, attention_kernels
 from overlapc.fx.random import draw_once
 from overlapc.fx.written_numbers import fill_empty_constants
+from overlapc.fx.zero_tensors import keep_products_zero
 from overlapc.graph_names import is_backward, kind_of
 from overlapc.lowering import Communication
 from overlapc.planning.agreed import KEPT_GATHERS, Agreed, Captured, Followed, key_of, peers_of_collectives, to_follow
@@ -164,6 +165,7 @@ def _rewrite(gm: GraphModule) -> None:
     fill_empty_constants(gm.graph)
     infer_labels(gm.graph)
     draw_once(gm.graph)
+    keep_products_zero(gm.graph)
     for node in gm.graph.nodes:
         if node.name in FIXED_NAMES:  # nodes have the names of ops, which the user's libraries may have defined
             node._rename(f"{node.name}_")

@@ -49,6 +49,7 @@ from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
 from overlapc.fx.versions.changes import costs_of_saving
 from overlapc.fx.versions.graphs import return_no_tangents
+from overlapc.fx.zero_tensors import keep_products_zero
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -70,6 +71,7 @@ def partition(
     return_no_tangents(joint_module.graph, num_fwd_outputs)
     canonicalize(joint_module)
     draw_once(joint_module.graph)
+    keep_products_zero(joint_module.graph)
     draw_late(joint_module.graph)
     joint_module.graph.eliminate_dead_code()  # else dead nodes would count as users
     regathered: dict[str, str] = {}  # name of the wait of backward's gather -> name of the wait of forward's gather
