@@ -8,18 +8,14 @@ from dataclasses import replace
 import sympy
 
 from overlapc.codegen.cpp.accumulators import Variable
-from overlapc.codegen.cpp.expressions import MEMORY_TYPE, index_text, weight
+from overlapc.codegen.cpp.expressions import MEMORY_TYPE, index_text
 from overlapc.codegen.cpp.loop_plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, ROWS, TILE, TRANSPOSE_BLOCK, LoopPlan
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.pieces import LoopPiece, pieces
 from overlapc.codegen.cpp.side_by_side import Moved, side_by_side
 from overlapc.codegen.cpp.transposes import tiles_of
 from overlapc.codegen.cpp.values import ValueWriter
-from overlapc.ir.body import Body, Checked, Load, Reduce, Scan, Store, Value
-
-LEAST_WORK = (
-    8  # additions; a loop with less does not gain from being vectorized if its lookups take a loop of their own
-)
+from overlapc.ir.body import Body, Checked, Load, Op, Reduce, Scan, Store, Value
 
 
 class Function(ValueWriter):
@@ -139,8 +135,8 @@ class Function(ValueWriter):
         assert loop.loop is not None
         found = [value for value in values if isinstance(value, Load) and self._is_lookup(value, loop.loop.symbol)]
         rest = set(values).difference(self.needed(found, known))
-        if not found or sum(map(weight, rest)) < LEAST_WORK:
-            return {}
+        if not found or not any(isinstance(value, Op) for value in rest):
+            return {}  # there is nothing to vectorize
         places = {load: f"looked_up{self.lookups + at}" for at, load in enumerate(found)}  # several loops have a scope
         self.lookups += len(found)
         for load, name in places.items():
