@@ -28,25 +28,29 @@ def keep_products_zero(graph: fx.Graph) -> None:
     if not zeros:
         return
     for node in list(graph.nodes):
-        target, args = node.target, node.args
-        if target in _PRODUCTS and not zeros.isdisjoint(args[:2]):
-            at = 1 if args[0] in zeros else 0
-            if args[at] not in zeros and not _becomes_one(node, at):
-                continue
-        elif target in _QUOTIENTS and args[0] in zeros and args[1] not in zeros:
-            if not _becomes_one(node, 1):
-                continue
-        elif target in _SUMS and zeros.issuperset(args[:2]):
-            pass
-        elif not (getattr(target, "is_view", False) and args and args[0] in zeros):
-            continue
-        zeros.add(node)
+        if _stays_zero(node, zeros):
+            zeros.add(node)
+
+
+def _stays_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    """Whether `node` is known to be zero, as some of its arguments are in `zeros`; its other factor becomes one."""
+    target, args = node.target, node.args
+    if target in _PRODUCTS and not zeros.isdisjoint(args[:2]):
+        other = 1 if args[0] in zeros else 0
+        return args[other] in zeros or _becomes_one(node, other)
+    if target in _QUOTIENTS:
+        return args[0] in zeros and args[1] not in zeros and _becomes_one(node, 1)
+    if target in _SUMS:
+        return zeros.issuperset(args[:2])
+    return getattr(target, "is_view", False) and bool(args) and args[0] in zeros
 
 
 def _becomes_one(node: fx.Node, at: int) -> bool:
     """Replace argument `at` by ones of its shape and dtype; return False if it is neither a tensor nor a number."""
     argument = node.args[at]
     if isinstance(argument, fx.Node):
+        if argument.target is aten.ones_like.default:  # by an earlier call, of the joint graph
+            return True
         if not isinstance(argument.meta.get("val"), Tensor):
             return False
         node.update_arg(at, NodeWriter(node, node).call(aten.ones_like.default, argument))

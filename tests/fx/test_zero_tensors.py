@@ -37,9 +37,8 @@ def test_a_gradient_through_a_sign_adds_nothing(name: str, dynamic: bool) -> Non
         signs = vmap(grad(lambda row: row.abs().sum()))(PROGRAMS[name](x))
         return signs.sum() + (x * x).sum()
 
-    ours, eager = (SPECIAL.nan_to_num(0.5, 3.0, -3.0).requires_grad_() for _ in range(2))
-    if name == "variance":
-        ours, eager = (SPECIAL.clone().requires_grad_() for _ in range(2))
+    x = SPECIAL if name == "variance" else SPECIAL.nan_to_num(0.5, 3.0, -3.0)
+    ours, eager = (x.clone().requires_grad_() for _ in range(2))
     program(eager).backward()
     torch.compile(program, backend="overlapc", dynamic=dynamic)(ours).backward()
     assert eager.grad is not None

@@ -114,11 +114,12 @@ class Function(ValueWriter):
             self.facts = piece.facts
             names = dict(known)
             part = loop.between(piece.begin, piece.end)
-            gathered = self._gather_ahead(part, self.needed(roots, names), names)
+            wanted = self.needed(roots, names)
+            gathered = self._gather_ahead(part, wanted, names)
             self.begin(part)
             for load, element in gathered.items():
                 self.define_load(load, element, names)
-            self.define(self.needed(roots, names), names)
+            self.define(self.needed(roots, names) if gathered else wanted, names)
             self.write_lines(finish(names))
             self.close()
         self.facts = {}

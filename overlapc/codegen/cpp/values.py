@@ -50,9 +50,7 @@ class ValueWriter(Writer):
         return f"{'' if stored else 'const '}{MEMORY_TYPE[self.memory_dtype[buffer]]}*"
 
     def statement(self, value: Value, known: Mapping[Value, str]) -> str:
-        """Return the C++ expression of one value over the names of its operands."""
-        if isinstance(value, Load):
-            return self.element(value, known)
+        """Return the C++ expression of one value, which is no load, over the names of its operands."""
         if isinstance(value, Index):
             return f"{C_TYPE[value.dtype]}({index_text(value.expr)})"
         if isinstance(value, Cast):

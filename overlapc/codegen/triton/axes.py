@@ -103,14 +103,14 @@ class AxisWriter:
             neighbours = kernel.neighbours_read(axis)
             if neighbours is not None:
                 emit(f"{name} = tl.max_contiguous({name}, {neighbours})")
+        first, _, lanes = text.rpartition(" + ")
         if axis in kernel.axes_of_pairs:
-            self.pair_index(axis, text, emit)
+            self.pair_index(axis, first, lanes, emit)
         loops = kernel.axes[axis]
         if len(loops) == 1:
             self.symbols[loops[0].symbol] = name
             return
         used = self.symbols_needed(axis)
-        first = text.rpartition(" + ")[0]
         step = sympy.S.One
         for position in range(len(loops) - 1, -1, -1):
             loop = loops[position]
@@ -124,10 +124,9 @@ class AxisWriter:
                 self.symbols[loop.symbol] = part
             step = sympy.expand(step * loop.size)
 
-    def pair_index(self, axis: str, text: str, emit: Scope) -> None:
+    def pair_index(self, axis: str, first: str, lanes: str, emit: Scope) -> None:
         """Define the index variable and the mask of tiles that hold two elements per iteration of `axis`."""
         kernel = self.kernel
-        first, _, lanes = text.rpartition(" + ")
         lanes = lanes.replace("tl.arange(0, ", "tl.arange(0, 2 * ")
         name = kernel.pair_name(axis)
         emit(f"{name} = ({f'2 * ({first}) + ' if first else ''}{lanes}){kernel.subscript(axis)}")

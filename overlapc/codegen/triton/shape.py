@@ -91,10 +91,10 @@ class KernelShape:
         if tiling.form == "dot" or (tiling.form == "totals" and self.index_dtype != "tl.int32"):
             return set()
         found: set[sympy.Symbol] = set()
-        for axis in {"z", "y", "x"} & self.axes.keys() - self.axes_of_pairs:
+        for axis in {axis for axis in "zyx" if self.block[axis] > 1} & self.axes.keys() - self.axes_of_pairs:
             inside = sympy.S.One
             for loop in reversed(self.axes[axis]):
-                if inside.is_Integer and int(inside) % self.block[axis] == 0 and self.block[axis] > 1:
+                if inside.is_Integer and int(inside) % self.block[axis] == 0:
                     found.add(loop.symbol)
                 inside *= loop.size
         return found
