@@ -7,8 +7,8 @@
     python benchmarks/kernels.py --autotune --cases 'Norm|RoPE'             # and with measured block sizes
     python benchmarks/kernels.py --systems overlapc,overlapc-fast,eager     # and with numerics="fast"
 
-The list is kernel_cases.py, held_out_kernels.py (`--list-of held-out`) or kernels_of_other_fields.py
-(`--list-of other-fields`). On a GPU a case is timed twice: with
+The list is kernel_cases.py, held_out_kernels.py (`--list-of held-out`), kernels_of_other_fields.py (`--list-of
+other-fields`) or reduction_kernels.py (`--list-of reductions`). On a GPU a case is timed twice: with
 launches hidden (calls queued behind a held stream, device time between two events) and with launches (until the device
 is idle again). `share` is the least bytes that the case must move over the hidden time, relative to a device copy of
 1 GiB in the same run. `host` is the host time of one forward + backward call through autograd, with the device held.
@@ -45,11 +45,18 @@ from benchmarks.kernel_report import NOT_CHECKED, Result, summary, table
 from benchmarks.kernel_subject import TUNED, Subject, checked, float64_results
 from benchmarks.kernel_timing import Times, copy_bandwidth, on_cpu, on_gpu, profiled
 from benchmarks.kernels_of_other_fields import OTHER_FIELDS
+from benchmarks.reduction_kernels import REDUCTIONS
 from overlapc.errors import OverlapcError
 from overlapc.report import record as reports
 
 SYSTEMS = ("overlapc", "inductor", "eager")
-LISTS = {"training": PROBLEMS, "rare": RARE, "held-out": HELD_OUT, "other-fields": OTHER_FIELDS}
+LISTS = {
+    "training": PROBLEMS,
+    "rare": RARE,
+    "held-out": HELD_OUT,
+    "other-fields": OTHER_FIELDS,
+    "reductions": REDUCTIONS,
+}
 
 
 def least_bytes(problem: Problem, kind: str, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Time generated kernels of kernel_cases.py and held_out_kernels.py in other tilings than the heuristics choose.
+"""Time generated kernels of all lists of kernels.py in other tilings than the heuristics choose.
 
     python benchmarks/triton_tilings.py --cases 'Norm|cross-entropy 32k' --seconds 120
 
@@ -30,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.held_out_kernels import HELD_OUT
 from benchmarks.kernel_cases import PROBLEMS, RARE, SCALES, Inputs, Problem
+from benchmarks.kernels_of_other_fields import OTHER_FIELDS
 from benchmarks.models import decompositions, lowered, partition
+from benchmarks.reduction_kernels import REDUCTIONS
 from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton import tiling as tilings
@@ -193,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     began, clock = time.monotonic(), Clock()
     print(f"device copy {clock.bytes_per_ns / 1e3:.2f} TB/s")
-    for name, make in (PROBLEMS | RARE | HELD_OUT).items():
+    for name, make in (PROBLEMS | RARE | HELD_OUT | OTHER_FIELDS | REDUCTIONS).items():
         if not re.search(args.cases, name):
             continue
         for kernel in kernels_of(make(Inputs(SCALES["gpu"], "cuda")), name):

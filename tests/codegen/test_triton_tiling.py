@@ -7,6 +7,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 
 from overlapc.codegen.triton import TritonGenerator
@@ -152,6 +153,51 @@ def test_columns_that_fit_registers_are_read_once(channels: int, streams: int, f
     tiling = choose(columns(channels, 1024, streams), {})
     assert tiling.form == form
     assert tiling.xblock * BF16.itemsize >= 64
+
+
+def test_elements_that_only_fill_a_tile_get_no_threads() -> None:
+    full, odd = (choose(softmax(2**17, length).body, {}) for length in (2048, 1025))
+    assert full.rblock == odd.rblock == 2048
+    assert (full.num_warps, odd.num_warps) == (2, 1)
+
+
+def test_rows_that_are_also_stored_are_in_smaller_tiles() -> None:
+    x = Load("x", 512 * p0 + r0, BF16)
+    sums = Body((loop(p0, 2**16),), (loop(r0, 512),), (Store("s", p0, Reduce("sum", x, F32), F32),))
+    assert choose(sums, {}).xblock == 2 * choose(softmax(2**16, 512).body, {}).xblock
+
+
+def test_short_columns_are_summed_by_few_threads() -> None:
+    tilings = [
+        choose(Body((loop(p0, 2**19),), (loop(r0, length),), (Store("s", p0, Reduce("sum", x, F32), F32),)), {})
+        for length in (64, 8192)
+        for x in (Load("x", 2**19 * r0 + p0, BF16),)
+    ]
+    assert [tiling.form for tiling in tilings] == ["persistent", "looped"]
+    assert [tiling.xblock * tiling.rblock // (32 * tiling.num_warps) for tiling in tilings] == [64, 32]
+
+
+def test_columns_of_interleaved_pairs_are_reduced_as_columns_and_not_loaded_ahead() -> None:
+    pairs = Load("x", 8192 * r0 + 2 * p0, BF16)
+    at = 4096 * r0 + p0
+    stores = (Store("s", p0, Reduce("sum", pairs, F32), F32), Store("y", at, pairs, BF16))
+    for store in (stores, stores[:1]):
+        tiling = choose(Body((loop(p0, 4096),), (loop(r0, 8192),), store), {})
+        assert (tiling.form, tiling.xblock, tiling.num_stages) == ("split", 64, 0)
+
+
+def test_a_costly_reduction_of_all_elements_has_more_threads() -> None:
+    """16 elements of a thread that each need many registers leave room for one program per multiprocessor."""
+    x = Load("x", r0, F32)
+    costly = x
+    for _ in range(20):
+        costly = op("exp", costly)
+    plain, many = (
+        choose(Body((), (loop(r0, 2**25),), (Store("s", sympy.S.Zero, Reduce("sum", value, F32), F32),)), {})
+        for value in (x, costly)
+    )
+    assert (many.rblock, many.splits) == (2 * plain.rblock, plain.splits)
+    assert many.num_warps == plain.num_warps == 16
 
 
 def test_groups_and_their_channels_are_one_axis_if_a_group_has_too_few_channels() -> None:

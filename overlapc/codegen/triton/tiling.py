@@ -44,6 +44,18 @@ _BRANCHING = frozenset(
 )
 _LONG_ROW = 2**16  # elements; shorter rows of eight programs per multiprocessor fit the L2 cache
 _SHORT_ROW = 512  # elements
+# Elements of a tile of whole rows that are only read; and of rows that are also stored, if they are not short: smaller
+# tiles keep a program's loads, arithmetic and stores from waiting for each other (the backward of Mamba's norm of rows
+# of 512: 252 us with 2048, 210 with 1024; one H200). Rows that are only read take half as long again with 1024.
+_ROWS_TILE = 2048
+_STORED_ROWS_TILE = 1024
+# Programs above which those of one pass need few threads each, as many run concurrently (argmax of 2048 rows: 162 us
+# with 8 warps, 135 with 4; sums of 128 rows: 28 and 24; one H200).
+_MANY_PROGRAMS = 8 * MULTIPROCESSORS
+# Values of an element above which a reduction of everything has twice as many threads, each of which may then use only
+# half as many registers (focal loss: 147 us, 103 with twice as many; one H200). For simpler ones, as a mean squared
+# error, that is 6% slower.
+_MANY_VALUES = 16
 _MANY_STEPS = 4  # passes above which exchanges between threads, not memory, take the time (a top-k)
 _MANY_STEPS_TILE = 1024
 # Most elements of a tile of rows that are gathered by index: more programs hide the latency of two loads, one after the
@@ -143,12 +155,14 @@ def _access(item: Load | Store, sizes: Mapping[sympy.Symbol, int], hints: Mappin
     return Access(strides, touched, isinstance(item, Store))
 
 
-def _contiguous_bytes(accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """Return the bytes of accesses that are contiguous along each loop; bytes of stores count for 1/8 more."""
+def _contiguous_bytes(
+    accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int], gap: int = 1
+) -> dict[sympy.Symbol, int]:
+    """Return the bytes of accesses that have a stride of `gap` along each loop; bytes of stores count for 1/8 more."""
     votes = dict.fromkeys(sizes, 0)
     for access in accesses:
         for symbol, stride in access.strides.items():
-            if abs(stride) == 1 and sizes[symbol] > 1:
+            if abs(stride) == gap and sizes[symbol] > 1:
                 votes[symbol] += access.bytes + (access.bytes // 8 if access.is_store else 0)
     return votes
 
@@ -188,6 +202,11 @@ def _with_innermost(loops: Sequence[Loop], symbol: sympy.Symbol) -> tuple[Loop, 
 def power_of_two(number: int) -> int:
     """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def power_of_two_below(number: int) -> int:
+    """Return the largest power of two that is at most `number`; 1 if that is less than 1."""
+    return 1 << max(0, number.bit_length() - 1)
 
 
 def _clamp(low: int, number: int, high: int) -> int:
@@ -344,6 +363,7 @@ class _Reduction:
     streams: int  # loads of tensors about as large as all of x and r
     passes: int  # passes that a loop over r would make
     stores: bool  # whether there are stores for every r
+    strided: bool  # whether a large tensor is read with gaps between neighbours, as one of interleaved pairs
     states: int  # most state variables per element of a tile in one pass of a loop over r
 
     @property
@@ -360,7 +380,9 @@ def _reduction(
 ) -> Tiling:
     reduced = {loop.symbol for loop in body.reduction}
     inner = [access for access in accesses if reduced & set(access.strides)]
-    votes = _contiguous_bytes(inner, sizes)
+    gaps = [abs(access.strides[symbol]) for access in inner for symbol in access.strides if sizes[symbol] > 1]
+    nearest = min((gap for gap in gaps if gap), default=1)  # 2 if all are interleaved pairs
+    votes = _contiguous_bytes(inner, sizes, nearest)
     best = max(votes, key=lambda symbol: votes[symbol]) if votes else None
     rows, length = (math.prod(sizes[loop.symbol] for loop in loops) for loops in (body.loops, body.reduction))
     by_rows = _in_memory_order(body.loops, inner, sizes)
@@ -381,6 +403,10 @@ def _reduction(
         passes=_passes(body, reduced),
         states=max((sum(len(accumulation.states) for accumulation in level) for level in _levels(body)), default=0),
         stores=any(access.is_store for access in inner),
+        strided=any(
+            2 * access.bytes >= whole and not access.is_store and 1 not in map(abs, access.strides.values())
+            for access in inner
+        ),
     )
     if columns:
         return _whole_columns(given) or _columns(given)
@@ -407,19 +433,26 @@ def _branches(body: Body) -> bool:
 
 def _columns(given: _Reduction) -> Tiling:
     """Return a tiling for accesses that are contiguous along x: a warp's width of columns, and rows to fill a tile."""
-    width = 64 if all(load.memory_dtype.itemsize <= 2 for load in given.body.loads()) else 32
+    width = 64 if max((load.memory_dtype.itemsize for load in _tile_loads(given.body)), default=4) <= 2 else 32
     xblock = min(width, power_of_two(given.rows))
     rblock = _clamp(1, power_of_two(given.length), 4096 // xblock)
     tile = xblock * rblock
     warps = _clamp(1, tile // 1024, 16) if given.scans else _warps(tile)  # threads synchronize in each tile
+    if given.rows >= xblock * _MANY_PROGRAMS and not given.stores and not given.scans:
+        warps = max(1, warps // 2)
     tiling = Tiling("persistent", given.x, xblock, warps, r=given.r, rblock=rblock)
     if given.static and given.length <= rblock:
-        return tiling
-    # A pass that also stores is pipelined: otherwise loads would wait for the stores of the previous tile.
+        if given.scans or -(-given.rows // xblock) < 2 * MULTIPROCESSORS:
+            return tiling
+        # 64 elements per thread: combining those of several warps takes longer than the loads (a sum of 64 rows: 54 us
+        # with 8 warps, 23 with 2; one H200).
+        return replace(tiling, num_warps=_clamp(1, power_of_two_below(tile * given.streams // 2048), 16))
+    # A pass that also stores is pipelined: otherwise loads would wait for the stores of the previous tile. Elements
+    # with gaps between them cannot be copied to shared memory ahead.
     if given.stores and tile == 4096 and _pipelined_bytes(given.body, tile) > _LARGE_AHEAD_BYTES:
         tiling = replace(tiling, rblock=rblock // 2, num_warps=max(1, warps // 2))
         tile //= 2
-    stages = _stages(given.body, tile) if given.stores else 0
+    stages = _stages(given.body, tile) if given.stores and not given.strided else 0
     # A program with a pipeline has enough loads in flight for a multiprocessor: the gradients of an activation and of
     # its bias (224 programs) took 275 us with rows divided among four, 256 us without (one H100).
     enough = 1 if stages else 2
@@ -437,12 +470,15 @@ def _row_limit(streams: int) -> int:
 
 def _whole_columns(given: _Reduction) -> Tiling | None:
     """Return a tiling that reads 32 whole columns once, where a loop over r would read them again; None if they do not
-    fit in registers (softmax of 150 channels: 85 us in a loop, 58 at once; one H200)."""
+    fit in registers (softmax of 150 channels of 33.5 million elements: 85 us in a loop, 58 at once; one H200)."""
     rblock = power_of_two(given.length)
     fits = given.static and given.rows >= 32 and 32 * rblock <= _row_limit(given.streams)
     if not fits or given.passes < 2 or given.scans:
         return None
-    return Tiling("persistent", given.x, 32, _clamp(1, rblock // 32, 16), r=given.r, rblock=rblock)
+    # 128 elements per thread if they are of one tensor (softmax of 150 channels, 4.9 million elements: 10.3 us with 32,
+    # 6.5 with 128), else 32 of each.
+    warps = rblock // (128 if given.streams <= 1 else 32)
+    return Tiling("persistent", given.x, 32, _clamp(1, warps, 16), r=given.r, rblock=rblock)
 
 
 def _contiguous_both_ways(given: _Reduction) -> Tiling:
@@ -457,14 +493,24 @@ def _contiguous_both_ways(given: _Reduction) -> Tiling:
 def _whole_rows(given: _Reduction) -> Tiling:
     rblock = power_of_two(given.length)
     gathers = any(load.indirect for load in given.body.loads())
-    most = _MANY_STEPS_TILE if given.many_steps else _GATHERED_TILE if gathers else 2048
+    # Rows of a length that allows no loads of 16 bytes need an address per element, as if they were long.
+    long = rblock >= _SHORT_ROW or given.length % 8 != 0
+    halved = long and given.stores and not gathers
+    stored = _STORED_ROWS_TILE if halved else _ROWS_TILE
+    most = _MANY_STEPS_TILE if given.many_steps else _GATHERED_TILE if gathers else stored
     wanted = max(1, most // (rblock * _elements(given.body)))
     xblock = _clamp(1, min(wanted, power_of_two(max(1, given.rows // (2 * MULTIPROCESSORS)))), 64)
     tile = xblock * rblock * _elements(given.body)
     warps = _warps(tile)
     if -(-given.rows // xblock) >= 2 * MULTIPROCESSORS:
-        # Many programs have enough loads in flight, and fewer threads per row synchronize faster.
-        warps = tile // 128 if given.many_steps else _clamp(1, tile // 1024, 8 if tile <= 16384 else 16)
+        # Many programs have enough loads in flight, and fewer threads per row synchronize faster. Elements that only
+        # fill a tile need no threads (softmax of rows of 1025: 183 us with two warps, 145 with one; one H200).
+        filled = xblock * given.length * _elements(given.body) if long else tile
+        per_thread = 16 if halved and tile <= _STORED_ROWS_TILE else 32
+        most_warps = 8 if tile <= 16384 else 16
+        warps = _clamp(1, power_of_two_below(filled // (32 * per_thread)), most_warps)
+        if given.many_steps:
+            warps = tile // 128
     return Tiling("persistent", given.x, xblock, warps, r=given.r, rblock=rblock)
 
 
@@ -473,6 +519,13 @@ def _looped_rows(given: _Reduction) -> Tiling:
     warps = _warps(rblock)
     if given.states >= 4:  # many registers per element, as for a mean and a variance
         rblock = max(64, rblock // 2)
+    if given.rows == 1 and given.length >= 16 * MULTIPROCESSORS * rblock:  # all elements, which fill the device
+        if len(given.body.values()) > _MANY_VALUES:
+            rblock, warps = 2 * rblock, 2 * warps
+        elif not given.stores:  # eight elements per thread (binary cross-entropy: 70 us with 16, 62 with 8; one H200)
+            warps = 2 * warps
+    elif given.passes == 1 and given.rows >= _MANY_PROGRAMS:
+        rblock, warps = rblock // 2, max(1, warps // 2)
     tiling = Tiling("looped", given.x, 1, warps, r=given.r, rblock=rblock)
     tiling = _split_few_rows(given, tiling, 4 * MULTIPROCESSORS)
     if tiling.form != "looped" or given.passes == 1:
@@ -498,7 +551,10 @@ def _split_few_rows(given: _Reduction, tiling: Tiling, most: int, enough: int = 
         return tiling
     least = (2 if given.scans else 4) * tiling.rblock  # elements per program; tiles of a scan run in order
     wanted = min(most // programs, given.length // least, 512)
-    splits = 1 << max(0, wanted.bit_length() - 1)
+    if given.scans:  # the nearest power of two: 8 rows of 128,256 take 20.5 us with 8 programs each, 14.4 with 16
+        splits = power_of_two(2 * wanted // 3)
+    else:
+        splits = power_of_two_below(wanted)
     return replace(tiling, form="split", splits=splits) if splits > 1 else tiling
 
 
@@ -509,9 +565,13 @@ def _stages(body: Body, tile: int) -> int:
 
 def _pipelined_bytes(body: Body, tile: int) -> int:
     """Return the bytes of shared memory that a pipelined loop over tiles of `tile` elements uses."""
+    return (_STAGES - 1) * tile * sum(load.memory_dtype.itemsize for load in _tile_loads(body))
+
+
+def _tile_loads(body: Body) -> list[Load]:
+    """Return the loads of whole tiles, which vary along x and along r."""
     axes = [{loop.symbol for loop in axis} for axis in (body.loops, body.reduction)]
-    loads = [load for load in body.loads() if all(axis & load.index.free_symbols for axis in axes)]  # whole tiles
-    return (_STAGES - 1) * tile * sum(load.memory_dtype.itemsize for load in loads)
+    return [load for load in body.loads() if all(axis & load.index.free_symbols for axis in axes)]
 
 
 def _levels(body: Body) -> list[list[Accumulation]]:
