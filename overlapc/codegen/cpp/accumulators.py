@@ -50,18 +50,19 @@ _LIMITS = {
 
 
 def accumulator(
-    reduce: Reduce, number: int, columns: bool, in_order: bool, row: tuple[str, int] | None = None
+    reduce: Reduce, number: int, columns: bool, in_order: bool, short: bool, row: tuple[str, int] | None = None
 ) -> Accumulator:
     """Return the accumulator for `reduce`; `number` makes its variables unique.
 
     columns: there is one result for each lane of a tile.
     in_order: the loops visit positions of the flattened reduction space from first to last.
+    short: positions of the flattened reduction space fit 32 bits.
     row: if the vector loop is short, its variable, which starts at zero, and its number of iterations.
     """
     lane = "[lane]" if columns else ""
     kind, dtype = reduce.kind, reduce.arg.dtype
     if kind in ("argmax", "argmin"):
-        return _first_position(reduce, number) if in_order and not columns else _position(reduce, number, lane)
+        return _first_position(reduce, number) if in_order and not columns else _position(reduce, number, lane, short)
     if dtype == torch.bool and reduce.dtype == torch.bool:
         kind = {"sum": "any", "max": "any", "prod": "all", "min": "all"}.get(kind, kind)
     if kind in ("any", "all"):
@@ -211,58 +212,85 @@ def _ordered(reduce: Reduce, number: int) -> Accumulator:
     )
 
 
-def _position(reduce: Reduce, number: int, lane: str) -> Accumulator:
-    """Return the accumulator for argmax or argmin of columns, or of rows whose positions are not visited in order."""
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Integers that are ordered as the values of a dtype, for argmax or argmin (`ordered` in prelude.h)."""
+
+    kind: str  # C++ type
+    limit: str  # the key that no other one is worse than
+    of_nan: str  # key of NaN, for floats
+
+    def of(self, value: str) -> str:
+        """Return the expression of a value's key; adding 0 makes both zeros equal."""
+        return f"ordered({value} + 0, {self.of_nan})" if self.of_nan else f"{self.kind}({value})"
+
+
+def _key(dtype: torch.dtype, larger: bool, narrow: bool) -> _Key:
+    """Return the keys of `dtype`; larger: for argmax; narrow: as narrow as its values, else of 32 bits at least."""
+    limit = limit_of(dtype, larger)
+    if dtype.is_floating_point:
+        bits = 32 if dtype == torch.float32 else 64
+        of_nan = f"INT{bits}_{'MAX' if larger else 'MIN'}"
+        return _Key(f"int{bits}_t", f"ordered({limit}, {of_nan})", of_nan)
+    if dtype == torch.int64 or (narrow and dtype != torch.bool):
+        return _Key(C_TYPE[dtype], limit, "")
+    return _Key("uint8_t" if narrow else "int32_t", limit, "")
+
+
+def _position(reduce: Reduce, number: int, lane: str, short: bool) -> Accumulator:
+    """Return the accumulator for argmax or argmin of columns, or of rows whose positions are not visited in order.
+
+    Keys and positions of columns have the same width if these are few (`short`): then the selects are vectorized.
+    """
+    key = _key(reduce.arg.dtype, reduce.kind == "argmax", narrow=False)
     best, place = f"total{number}{lane}", f"at{number}{lane}"
-    kind = C_TYPE[reduce.arg.dtype]
-    order = reduce.kind[3:]
+    sign = ">" if reduce.kind == "argmax" else "<"
+    place_kind = key.kind if short else "int64_t"
+
+    def replaced(new: str, at: str) -> str:
+        better = f"({new} {sign} {best}) | (({new} == {best}) & ({at} < {place}))"
+        if lane:
+            return (
+                f"{{ const bool better = {better}; {best} = better ? {new} : {best}; "
+                f"{place} = better ? {at} : {place}; }}"
+            )
+        return f"if ({better}) {{ {best} = {new}; {place} = {at}; }}"
 
     def add(value: str, at: str) -> list[str]:
-        condition = f"before_{order}<{kind}>({value}, {at}, {best}, {place})"
-        if lane:  # selects, which vectorize
-            select = f"{best} = better ? {value} : {best}; {place} = better ? {at} : {place};"
-            return [f"{{ const bool better = {condition}; {select} }}"]
-        return [f"if ({condition}) {{ {best} = {value}; {place} = {at}; }}"]
+        name = f"key{number}"
+        return [f"const {key.kind} {name} = {key.of(value)};", replaced(name, f"{place_kind}({at})")]
 
     return Accumulator(
         reduce,
         number,
         (
-            Variable(kind, f"total{number}", limit_of(reduce.arg.dtype, reduce.kind == "argmax")),
-            Variable("int64_t", f"at{number}", "INT64_MAX"),
+            Variable(key.kind, f"total{number}", key.limit),
+            Variable(place_kind, f"at{number}", "INT64_MAX" if place_kind == "int64_t" else "INT32_MAX"),
         ),
         None,
         "",
         None,
         place,
         add,
-        lambda other: add(other[0], other[1])[0],
+        lambda other: replaced(other[0], other[1]),
     )
 
 
 def _first_position(reduce: Reduce, number: int) -> Accumulator:
     """Return the accumulator for argmax or argmin along a row.
 
-    It computes the extreme of each block, and searches its first position only if it is a new extreme. Floats are
-    compared as integers of the same order (`ordered` in prelude.h; adding 0 makes both zeros equal).
+    It computes the extreme of each block, and searches its first position only if it is a new extreme.
     """
-    dtype, larger = reduce.arg.dtype, reduce.kind == "argmax"
-    kind, limit, of_nan = C_TYPE[dtype], limit_of(dtype, larger), ""
-    if dtype.is_floating_point:
-        bits = 32 if dtype == torch.float32 else 64
-        of_nan = f"INT{bits}_{'MAX' if larger else 'MIN'}"
-        kind, limit = f"int{bits}_t", f"ordered({limit}, {of_nan})"
-    elif dtype == torch.bool:
-        kind = "uint8_t"
-    sign = ">" if larger else "<"
+    key = _key(reduce.arg.dtype, reduce.kind == "argmax", narrow=True)
+    kind, limit = key.kind, key.limit
+    sign = ">" if reduce.kind == "argmax" else "<"
     best, place, block, keys, first = (f"{name}{number}" for name in ("total", "at", "best", "keys", "first"))
 
     def opening(position: str) -> list[str]:
         return [f"{kind} {keys}[{BLOCK}], {block} = {limit};", f"const int64_t {first} = {position};"]
 
     def add(value: str, at: str) -> list[str]:
-        key = f"ordered({value} + 0, {of_nan})" if of_nan else f"{kind}({value})"
-        found = f"const {kind} key{number} = {keys}[{at} - {first}] = {key};"
+        found = f"const {kind} key{number} = {keys}[{at} - {first}] = {key.of(value)};"
         return [found, f"{block} = key{number} {sign} {block} ? key{number} : {block};"]
 
     def combine(other: list[str]) -> str:

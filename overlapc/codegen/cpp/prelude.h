@@ -583,18 +583,6 @@ INLINE T sum_terms(const T* terms) {
   return sum;
 }
 
-// Whether (x, at) precedes (best, best_at) for argmax: NaN first, then the larger, then the earlier.
-template <class T>
-INLINE bool before_max(T x, int64_t at, T best, int64_t best_at) {
-  const bool nan = x != x, best_nan = best != best;
-  return nan != best_nan ? nan : (x > best) | ((x == best) | nan) & (at < best_at);
-}
-template <class T>
-INLINE bool before_min(T x, int64_t at, T best, int64_t best_at) {
-  const bool nan = x != x, best_nan = best != best;
-  return nan != best_nan ? nan : (x < best) | ((x == best) | nan) & (at < best_at);
-}
-
 // Returns the first position of `key` in an array that contains it and has room for a multiple of 64 elements.
 template <class T>
 INLINE int64_t first_equal(const T* keys, T key) {

@@ -175,7 +175,9 @@ class ReductionFunction(ScanningFunction):
         assert vector is not None
         in_order = columns or vector == self.body.reduction[-1]  # the other loops keep the body's order
         row = self._short_row()
-        accumulators = [accumulator(reduce, self.number[reduce], columns, in_order, row) for reduce in reduces]
+        length = self.body.reduction_numel()
+        short = length.is_Integer and int(length) < 2**31
+        accumulators = [accumulator(reduce, self.number[reduce], columns, in_order, short, row) for reduce in reduces]
         kept: list[Value] = []
         if self.lanes is not None:
             for part in accumulators:
