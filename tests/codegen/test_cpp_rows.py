@@ -64,8 +64,7 @@ def test_softmax_computes_its_exponentials_once(kernels: Kernels):
     x, y, top = torch.randn(203, 77) * 5, torch.empty(203, 77), torch.empty(203)
     x[3] = -torch.inf
     kernels.run("softmax", {"x": x, "y": y, "top": top})
-    assert "exponential" in kernels.sources["softmax"].text
-    assert kernels.sources["softmax"].text.count("exponential(") == 1
+    assert kernels.whole_vectors("softmax").count("exponential(") == 1
     torch.testing.assert_close(y, x.softmax(1), equal_nan=True)
     assert torch.equal(top, x.amax(1))
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
 
 from overlapc.codegen.cpp.accumulators import Variable
-from overlapc.codegen.cpp.expressions import MEMORY_TYPE, index_text
-from overlapc.codegen.cpp.loop_plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, ROWS, TILE, TRANSPOSE_BLOCK, LoopPlan
+from overlapc.codegen.cpp.expressions import C_TYPE, EXPENSIVE, MEMORY_TYPE, index_text, weight
+from overlapc.codegen.cpp.loop_plan import (
+    BLOCK,
+    CONFLICT_BLOCK,
+    PARALLEL_WORK,
+    ROWS,
+    SHORT_SUM,
+    TILE,
+    TRANSPOSE_BLOCK,
+    LoopPlan,
+)
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.pieces import LoopPiece, pieces
 from overlapc.codegen.cpp.side_by_side import Moved, side_by_side
 from overlapc.codegen.cpp.transposes import tiles_of
 from overlapc.codegen.cpp.values import ValueWriter
 from overlapc.ir.body import Body, Checked, Load, Op, Reduce, Scan, Store, Value
+
+_DIVISIONS = frozenset({"floor_div", "trunc_div", "remainder", "fmod"})
+LANES = 16  # elements of a vector in `whole_vectors` of prelude.h
 
 
 class Function(ValueWriter):
@@ -27,6 +40,7 @@ class Function(ValueWriter):
         self.plan = plan
         self.sizes = sizes
         self.lookups = 0  # arrays for lookups in loops of their own
+        self.wholes = 0  # ends of whole vectors
         reduced = {loop.symbol for loop in body.reduction}
         # The loop over the columns or rows of a tile, each of which has one element in small arrays.
         self.lanes = plan.vector if plan.columns else plan.rows
@@ -115,6 +129,9 @@ class Function(ValueWriter):
             names = dict(known)
             part = loop.between(piece.begin, piece.end)
             wanted = self.needed(roots, names)
+            rest = self._divided(part, len(parts) > 1) if self._has_costly_rest(part, wanted) else None
+            if rest is not None:
+                part = replace(part, end=rest.begin)
             gathered = self._gather_ahead(part, wanted, names)
             self.begin(part)
             for load, element in gathered.items():
@@ -122,6 +139,8 @@ class Function(ValueWriter):
             self.define(self.needed(roots, names) if gathered else wanted, names)
             self.write_lines(finish(names))
             self.close()
+            if rest is not None:
+                self._write_rest(rest, wanted, known, finish)
         self.facts = {}
         self.write_lines(loop.after)
 
@@ -156,9 +175,78 @@ class Function(ValueWriter):
         scalar: with a check of the index, or elements of one or two bytes."""
         if not isinstance(value, Load):
             return False
-        indices = [index for _, index in value.indirect if symbol in self.symbols[index]]
-        checked = any(isinstance(index, Checked) for index in indices)
-        return bool(indices) and (checked or value.memory_dtype.itemsize < 4)
+        checked = any(isinstance(index, Checked) for _, index in value.indirect if symbol in self.symbols[index])
+        return self._is_indirect(value, symbol) and (checked or value.memory_dtype.itemsize < 4)
+
+    def _has_costly_rest(self, loop: For, values: Sequence[Value]) -> bool:
+        """Whether the last iterations of a loop, fewer than a vector, take long and may run as a vector with masks.
+
+        The loop is short, or it calls functions, one of which takes as long as a vector of them. What does not exist
+        is loaded as zero: such iterations may neither look up nor check an index, nor divide whole numbers.
+
+        values: all values of the loop.
+        """
+        assert loop.loop is not None
+        symbol, size = loop.loop.symbol, loop.loop.size
+        if not loop.pragma.startswith("#pragma omp simd") or self.tiles is not None or self.body.scans():
+            return False
+        for value in values:
+            if isinstance(value, Checked) or (isinstance(value, Load) and self._is_indirect(value, symbol)):
+                return False
+            if isinstance(value, Op) and not value.dtype.is_floating_point and value.name in _DIVISIONS:
+                return False
+        is_short = size.is_Integer and LANES < int(size) <= SHORT_SUM
+        return bool(is_short) or any(weight(value) >= EXPENSIVE for value in values)
+
+    def _is_indirect(self, load: Load, symbol: sympy.Symbol) -> bool:
+        return any(symbol in self.symbols[index] for _, index in load.indirect)
+
+    def _divided(self, loop: For, is_piece: bool) -> For | None:
+        """Write where the whole vectors of `loop` end. Return the rest of the loop; None if there is none."""
+        assert loop.loop is not None
+        size = loop.loop.size
+        if not is_piece and size.is_Integer and int(size) % LANES == 0:
+            return None  # nor have the blocks and tiles into which it may be divided
+        whole = f"whole{self.wholes}"
+        self.wholes += 1
+        self.line(f"const int64_t {whole} = whole_vectors({loop.begin}, {loop.end});")
+        return replace(loop, begin=whole)
+
+    def _write_rest(
+        self,
+        loop: For,
+        values: Sequence[Value],
+        known: Mapping[Value, str],
+        finish: Callable[[Mapping[Value, str]], Iterable[str]],
+    ) -> None:
+        """Write the last iterations of a loop, fewer than a vector, as one vector whose loads and stores have masks.
+
+        values: the values that `finish` needs, operands first.
+        """
+        assert loop.loop is not None
+        inside = f"{loop.name} < {loop.end}"
+        names = dict(known)
+        by_element = re.compile(rf"\b{loop.name}\b")
+        self.line(f"if ({loop.begin} < {loop.end}) {{")
+        self.depth += 1
+        self.begin(replace(loop, end=f"{loop.begin} + {LANES}"))
+        for operand in dict.fromkeys(operand for value in values for operand in self.operands_of(value)):
+            if operand in known and by_element.search(known[operand]):  # an element of an array
+                names[operand] = f"v{self.number[operand]}"
+                kind = C_TYPE[operand.dtype]
+                self.line(f"const {kind} {names[operand]} = {inside} ? {known[operand]} : {kind}(0);")
+        for value in values:
+            if isinstance(value, Load) and loop.loop.symbol in self.symbols[value]:
+                zero = f"{MEMORY_TYPE[value.memory_dtype]}(0)"
+                self.define_load(value, f"{inside} ? {self.element(value, names)} : {zero}", names)
+            else:
+                self.define([value], names)
+        self.line(f"if ({inside}) {{")
+        self.depth += 1
+        self.write_lines(finish(names))
+        self.close()
+        self.close()
+        self.close()
 
     def _side_by_side(
         self, parts: Sequence[LoopPiece], loop: For, roots: Sequence[Value], known: Mapping[Value, str]

@@ -528,6 +528,16 @@ INLINE double from_ordered(int64_t key) {
   return key == INT64_MAX || key == INT64_MIN ? (double)NAN : bits<double>(key ^ ((key >> 63) & INT64_MAX));
 }
 
+// Where the whole vectors of 16 elements of a loop end. GCC runs most of the rest one iteration after another, unless it
+// is written as one vector with masks, which needs masks for elements of any size.
+INLINE constexpr int64_t whole_vectors(int64_t begin, int64_t end) {
+#if defined(__GNUC__) && !defined(__clang__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  return end - (end - begin) % 16;
+#else
+  return end;
+#endif
+}
+
 #if defined(__GNUC__)
 #if __GNUC__ >= 12 && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define VECTOR_BYTES 64
