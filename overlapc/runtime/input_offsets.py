@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -71,7 +72,7 @@ class InputPlaces:
     def why_eagerly(self) -> str | None:
         """Return why no compiled step is right for these inputs, whatever their values; None if one can be."""
         for at, value in self._inputs.items():
-            if value.storage_offset() and _changes(self._examples[at]) and self._read_by_strided(at):
+            if value.storage_offset() and self._read_by_strided(at) and self._changes(at):
                 return (
                     "it modifies an input whose storage offset is not 0, and reads it by as_strided with an offset,"
                     " which counts from the beginning of the storage"
@@ -88,7 +89,7 @@ class InputPlaces:
             if self._changes_beside_another(at):
                 numbers = _memory_form(value, self._examples[at])
                 places[at] = InputPlace(offset, tuple(each if isinstance(each, int) else None for each in numbers))
-            elif self._read_by_strided(at) and (value.requires_grad or _changes(self._examples[at])):
+            elif self._read_by_strided(at) and (value.requires_grad or self._changes(at)):
                 places[at] = InputPlace(offset)
         return places
 
@@ -98,7 +99,17 @@ class InputPlaces:
         return None in self._strided or (isinstance(example, Tensor) and _memory(example) in self._strided)
 
     def _changes_beside_another(self, at: int) -> bool:
-        return len(self._in_memory[_memory(self._inputs[at])]) > 1 and _changes(self._examples[at])
+        return len(self._in_memory[_memory(self._inputs[at])]) > 1 and self._changes(at)
+
+    def _changes(self, at: int) -> bool:
+        """Whether the graph changes an input in place: then Dynamo changed its example, too.
+
+        torch sets the memory of some examples after it has made them, which counts as one version, too.
+        """
+        example = self._examples[at]
+        if not isinstance(example, Tensor) or example._version == 0:
+            return False
+        return example._version > FakeTensorMode().from_tensor(self._inputs[at])._version
 
     def _untraceable(self, group: Sequence[int]) -> bool:
         """Whether sizes of these inputs were symbolic and are constant now; or, where none of them is a view, whether
@@ -186,11 +197,6 @@ def _memory_form(value: Tensor, example: Tensor) -> tuple[Any, ...]:
 def _was_symbolic(value: Tensor, example: Tensor) -> bool:
     """Whether a tensor is still marked as having symbolic sizes; AOTAutograd recreates the example of a view."""
     return example._has_symbolic_sizes_strides and not value._is_view()
-
-
-def _changes(example: Any) -> bool:
-    """Whether the graph changes an input in place: then Dynamo changed its example, too."""
-    return isinstance(example, Tensor) and example._version > 0
 
 
 def _strided_memories(gm: GraphModule) -> Iterator[int | None]:

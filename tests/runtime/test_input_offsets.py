@@ -100,6 +100,21 @@ def test_unchanged_inputs_may_have_any_offset() -> None:
     assert not counted(EAGERLY)
 
 
+def test_an_unchanged_leaf_in_the_middle_of_memory_is_compiled_beside_as_strided_of_any_input() -> None:
+    """torch sets the memory of such a leaf's example, which then has another version, as one that the graph changes."""
+
+    def strided(x: Tensor) -> Tensor:
+        return x.as_strided((2, 3), (3, 1), 0).sin()
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(strided, x, use_reentrant=False) * y.sum()
+
+    x, y = torch.randn(4, 8, requires_grad=True), torch.randn(40)[7:].detach().requires_grad_()
+    found = torch.autograd.grad(torch.compile(function, backend="overlapc")(x, y).sum(), (x, y))
+    torch.testing.assert_close(found, torch.autograd.grad(function(x, y).sum(), (x, y)))
+    assert not counted(EAGERLY)
+
+
 def test_as_strided_counts_from_the_start_of_a_changed_inputs_memory() -> None:
     def function(x: Tensor) -> Tensor:
         strided = torch.as_strided(x, (2, 3), (3, 1), 0)
