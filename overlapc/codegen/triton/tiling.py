@@ -502,15 +502,14 @@ def _whole_rows(given: _Reduction) -> Tiling:
     xblock = _clamp(1, min(wanted, power_of_two(max(1, given.rows // (2 * MULTIPROCESSORS)))), 64)
     tile = xblock * rblock * _elements(given.body)
     warps = _warps(tile)
-    if -(-given.rows // xblock) >= 2 * MULTIPROCESSORS:
+    if -(-given.rows // xblock) >= 2 * MULTIPROCESSORS and given.many_steps:
+        warps = tile // 128
+    elif -(-given.rows // xblock) >= 2 * MULTIPROCESSORS:
         # Many programs have enough loads in flight, and fewer threads per row synchronize faster. Elements that only
         # fill a tile need no threads (softmax of rows of 1025: 183 us with two warps, 145 with one; one H200).
         filled = xblock * given.length * _elements(given.body) if long else tile
         per_thread = 16 if halved and tile <= _STORED_ROWS_TILE else 32
-        most_warps = 8 if tile <= 16384 else 16
-        warps = _clamp(1, power_of_two_below(filled // (32 * per_thread)), most_warps)
-        if given.many_steps:
-            warps = tile // 128
+        warps = _clamp(1, power_of_two_below(filled // (32 * per_thread)), 8 if tile <= 16384 else 16)
     return Tiling("persistent", given.x, xblock, warps, r=given.r, rblock=rblock)
 
 
