@@ -110,6 +110,14 @@ def same_numbers() -> None:
 
 
 @pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A folder for `cache_dir` in which nothing is compiled yet (tests/caches.py)."""
+    from tests.caches import new_cache
+
+    return new_cache(tmp_path / "cache")
+
+
+@pytest.fixture
 def fresh_dynamo() -> None:
     """Discard everything that Dynamo compiled before the test, and what overlapc has warned of."""
     import torch

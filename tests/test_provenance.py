@@ -66,12 +66,12 @@ def test_the_source_line_is_the_innermost_frame_of_the_user(trace: str, source: 
     assert provenance(node).source == source
 
 
-def test_a_fused_kernel_names_each_line_once(tmp_path: Path):
+def test_a_fused_kernel_names_each_line_once(cache: Path):
     def function(x: Tensor) -> Tensor:
         y = x.exp() * x.cos()
         return y + 1
 
     with triton_on_cpu():
-        compiled(function, cache_dir=str(tmp_path), profile="cpu-gloo")(torch.randn(40))
-    (heading,) = [text.split("\n")[0] for path in tmp_path.rglob("*.py") if "exp" in (text := path.read_text())]
+        compiled(function, cache_dir=str(cache), profile="cpu-gloo")(torch.randn(40))
+    (heading,) = [text.split("\n")[0] for path in cache.rglob("*.py") if "exp" in (text := path.read_text())]
     assert [part.rpartition(": ")[2] for part in heading.split(" | ")[1:]] == ["y = x.exp() * x.cos()", "return y + 1"]

@@ -241,12 +241,10 @@ def run_step(**options: object) -> tuple[torch.Tensor, torch.Tensor]:
     return compiled(step, **options)(x, total), total
 
 
-def test_a_tuned_function_equals_eager_and_reports_its_tunings_from_each_cache(
-    interpreted_triton: None, tmp_path: Path
-):
+def test_a_tuned_function_equals_eager_and_reports_its_tunings_from_each_cache(interpreted_triton: None, cache: Path):
     torch._dynamo.utils.counters.clear()
     record.clear()
-    options = {"autotune": True, "cache_dir": str(tmp_path), "profile": "cpu-gloo"}
+    options = {"autotune": True, "cache_dir": str(cache), "profile": "cpu-gloo"}
     x = torch.arange(12.0).view(3, 4) / 8
     for keep in (True, True, False):  # measured; from the cache of compiled graphs; from the cache of times
         y, total = run_step(**options, warm_start=keep)
@@ -259,11 +257,11 @@ def test_a_tuned_function_equals_eager_and_reports_its_tunings_from_each_cache(
     assert "block sizes" in str(record.report_of_process())
 
 
-def test_deterministic_mode_measures_nothing(interpreted_triton: None, tmp_path: Path):
+def test_deterministic_mode_measures_nothing(interpreted_triton: None, cache: Path):
     torch._dynamo.utils.counters.clear()
-    run_step(autotune=True, deterministic=True, cache_dir=str(tmp_path), profile="cpu-gloo")
+    run_step(autotune=True, deterministic=True, cache_dir=str(cache), profile="cpu-gloo")
     assert counted("tilings_timed") == 0
-    assert not list(tmp_path.rglob("*.tilings.json"))
+    assert not list(cache.rglob("*.tilings.json"))
 
 
 def test_rank_timeout_must_exceed_autotune_seconds():

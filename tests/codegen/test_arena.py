@@ -82,7 +82,7 @@ def test_an_arena_returns_disjoint_aligned_places_and_joins_holes(requests: list
     assert arena.bytes >= before
 
 
-def test_a_training_step_with_an_arena_has_the_same_results_and_the_reported_peak(tmp_path: Path):
+def test_a_training_step_with_an_arena_has_the_same_results_and_the_reported_peak(cache: Path):
     torch.manual_seed(0)
     model, x = Block(), torch.randn(8, 16)
     results = []
@@ -90,7 +90,7 @@ def test_a_training_step_with_an_arena_has_the_same_results_and_the_reported_pea
         torch._dynamo.reset()
         record.clear()
         model.zero_grad()
-        options = {"memory": memory, "check_lifecycle": True, "cache_dir": str(tmp_path)}
+        options = {"memory": memory, "check_lifecycle": True, "cache_dir": str(cache)}
         loss = torch.compile(model, backend="overlapc", options=options)(x)
         loss.backward()
         results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])

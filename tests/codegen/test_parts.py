@@ -241,7 +241,7 @@ def test_without_a_gpu_the_option_changes_nothing_and_the_report_says_so():
     )
 
 
-def test_training_steps_in_parts_equal_plain_steps_also_from_the_cache(tmp_path: Path, monkeypatch: Any):
+def test_training_steps_in_parts_equal_plain_steps_also_from_the_cache(cache: Path, monkeypatch: Any):
     """Runs forward and backward through torch.compile, with the CPU as the device that captures."""
     monkeypatch.setattr("overlapc.compilation.stages.split", functools.partial(split, device_type="cpu"))
     monkeypatch.setattr("overlapc.runtime.cuda_graphs.CudaGraphs", Repeated)
@@ -250,7 +250,7 @@ def test_training_steps_in_parts_equal_plain_steps_also_from_the_cache(tmp_path:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Block()
-        options = {"cuda_graphs": graphs, "cache_dir": str(tmp_path), "fusion": False, "warm_start": True}
+        options = {"cuda_graphs": graphs, "cache_dir": str(cache), "fusion": False, "warm_start": True}
         run = torch.compile(model, backend="overlapc", options=options)
         found = []
         for step in range(5):

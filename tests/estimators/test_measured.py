@@ -28,49 +28,49 @@ def sources(cache, function, *inputs, **options):
     return {n.op: n.estimate.source for n in parse(graph.schedule).nodes if n.kind is Kind.EXTERN}
 
 
-def test_matmuls_and_attention_are_measured_once_per_shape(tmp_path):
+def test_matmuls_and_attention_are_measured_once_per_shape(cache):
     def both(x, w):
         y = (x @ w).view(1, 2, 8, 16)
         return torch.nn.functional.scaled_dot_product_attention(y, y, y)
 
     x, w = torch.randn(16, 32), torch.randn(32, 16)
-    found = sources(tmp_path, both, x, w, measure_matmuls=True)
+    found = sources(cache, both, x, w, measure_matmuls=True)
     assert found["mm"] == "measured here"
     assert all(source == "measured here" for op, source in found.items() if "attention" in op)
-    (kept,) = (tmp_path / "measured").rglob("*.json")
+    (kept,) = (cache / "measured").rglob("*.json")
     times = json.loads(kept.read_text())["ns"]
     assert "aten.mm.default(float32[16 32](32 1), float32[32 16](16 1))" in times
     before = kept.stat().st_mtime_ns
-    sources(tmp_path, both, x, w, measure_matmuls=True)
+    sources(cache, both, x, w, measure_matmuls=True)
     assert kept.stat().st_mtime_ns == before  # nothing was measured again
 
 
-def test_products_of_views_are_measured(tmp_path):
+def test_products_of_views_are_measured(cache):
     def products(x, w):
         return x[:, 3:19].t() @ x[:, 3:19], w[::2, 5:].t() @ w[::2, 7:]
 
-    found = sources(tmp_path, products, torch.randn(24, 40), torch.randn(26, 11), measure_matmuls=True)
+    found = sources(cache, products, torch.randn(24, 40), torch.randn(26, 11), measure_matmuls=True)
     assert found == {"mm": "measured here"}
 
 
-def test_measuring_does_not_change_the_users_random_numbers(tmp_path):
+def test_measuring_does_not_change_the_users_random_numbers(cache):
     x = torch.randn(8, 8)
     torch.manual_seed(3)
-    sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True)
+    sources(cache, lambda x: x @ x, x, measure_matmuls=True)
     measured = torch.rand(3)
     torch.manual_seed(3)
     assert torch.equal(measured, torch.rand(3))
 
 
-def test_nothing_is_measured_by_default_on_cpus_or_in_deterministic_mode(tmp_path):
+def test_nothing_is_measured_by_default_on_cpus_or_in_deterministic_mode(cache):
     x = torch.randn(8, 8)
-    assert sources(tmp_path, lambda x: x @ x, x)["mm"] == "roofline cpu-gloo"
+    assert sources(cache, lambda x: x @ x, x)["mm"] == "roofline cpu-gloo"
     torch.use_deterministic_algorithms(True)
     try:
-        assert sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True)["mm"] == "roofline cpu-gloo"
+        assert sources(cache, lambda x: x @ x, x, measure_matmuls=True)["mm"] == "roofline cpu-gloo"
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not (tmp_path / "measured").exists()
+    assert not (cache / "measured").exists()
 
 
 def test_by_default_a_gpu_is_measured_only_for_graphs_that_communicate():
@@ -82,23 +82,23 @@ def test_by_default_a_gpu_is_measured_only_for_graphs_that_communicate():
     assert not measures(overlapc.Config(), CPU, communicates=True)
 
 
-def test_processes_add_to_one_file_and_a_damaged_file_counts_as_empty(tmp_path):
-    one, other = Times(tmp_path, CPU), Times(tmp_path, CPU)
+def test_processes_add_to_one_file_and_a_damaged_file_counts_as_empty(cache):
+    one, other = Times(cache, CPU), Times(cache, CPU)
     one.put("a", 1.0)
     other.put("b", 2.0)
     assert other.get("a") == 1.0
-    again = Times(tmp_path, CPU)
+    again = Times(cache, CPU)
     assert (again.get("a"), again.get("b"), again.get("c")) == (1.0, 2.0, None)
     again.path.write_text("{")
-    assert Times(tmp_path, CPU).get("a") is None
+    assert Times(cache, CPU).get("a") is None
 
 
-def test_a_call_that_runs_out_of_memory_is_left_to_the_next_estimator(tmp_path):
+def test_a_call_that_runs_out_of_memory_is_left_to_the_next_estimator(cache):
     def too_large():
         raise torch.OutOfMemoryError("not today")
 
     node = Node("m", Kind.EXTERN, "mm")
-    calls = MeasuredCalls(lambda _: Call("k", CPU, too_large), Times(tmp_path, CPU))
+    calls = MeasuredCalls(lambda _: Call("k", CPU, too_large), Times(cache, CPU))
     assert calls.estimate(node) is None
     assert not calls.times.path.exists()
 
@@ -110,9 +110,9 @@ def test_nccl_is_not_asked_without_a_process_group(kind):
     assert LibraryCollectives().estimate(Node("k", Kind.KERNEL, "kernel")) is None
 
 
-def test_the_users_estimate_precedes_a_measurement(tmp_path):
+def test_the_users_estimate_precedes_a_measurement(cache):
     x = torch.randn(8, 8)
-    found = sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True, estimates=lambda node: 5.0)
+    found = sources(cache, lambda x: x @ x, x, measure_matmuls=True, estimates=lambda node: 5.0)
     assert found["mm"] == "user"
     assert overlapc.Config(measure_matmuls="").measure_matmuls is None
 

@@ -537,7 +537,7 @@ def test_keys_are_copied_if_the_mask_stays():
 
 
 @pytest.mark.parametrize(("dtype", "dynamic"), [(torch.bfloat16, False), (torch.float32, True)])
-def test_a_step_equals_eager_and_the_report_describes_its_masks(dtype, dynamic, tmp_path):
+def test_a_step_equals_eager_and_the_report_describes_its_masks(dtype, dynamic, cache):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal = attention(q, repeated(k), repeated(v), attn_mask=by_compare(q))
         return causal + attention(q, repeated(k), repeated(v), attn_mask=window(q))
@@ -550,7 +550,7 @@ def test_a_step_equals_eager_and_the_report_describes_its_masks(dtype, dynamic, 
         each.grad = None
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    options = {"cache_dir": str(tmp_path)}
+    options = {"cache_dir": str(cache)}
     result = torch.compile(attend, backend="overlapc", options=options, dynamic=dynamic)(*inputs)
     result.float().square().sum().backward()
     torch.testing.assert_close(result, expected)

@@ -73,7 +73,7 @@ def test_only_a_constant_lower_bound_below_the_diagonal_makes_a_window() -> None
         assert window_of(other, i, j) is None
 
 
-def test_a_step_computes_a_window_by_pieces_and_the_report_says_so(tmp_path: Path) -> None:
+def test_a_step_computes_a_window_by_pieces_and_the_report_says_so(cache: Path) -> None:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         at = torch.arange(query.shape[-2])
         mask = (at[:, None] >= at) & (at[:, None] - at < 100)
@@ -82,7 +82,7 @@ def test_a_step_computes_a_window_by_pieces_and_the_report_says_so(tmp_path: Pat
 
     leaves = inputs()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(attend, backend="overlapc", options={"cache_dir": str(tmp_path)}, dynamic=False)
+    compiled = torch.compile(attend, backend="overlapc", options={"cache_dir": str(cache)}, dynamic=False)
     same(compiled(*leaves), attend(*leaves), leaves)
     assert counted("attention_masks_windows") == 1
     assert f"its mask is a window, in pieces of {SHORTEST_PIECE}" in str(overlapc.report())

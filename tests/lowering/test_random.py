@@ -161,9 +161,9 @@ def test_numbers_do_not_depend_on_the_layout_or_on_options():
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_random_numbers_are_computed_in_the_kernels_that_use_them(tmp_path):
+def test_random_numbers_are_computed_in_the_kernels_that_use_them(cache):
     counters.clear()
-    options = {"warm_start": True, "cache_dir": str(tmp_path)}
+    options = {"warm_start": True, "cache_dir": str(cache)}
     compiled(lambda x: (F.dropout(x.exp(), 0.5) * 2).sin(), **options)(torch.randn(32, 32))
     assert (counters["overlapc"]["kernels"], counters["overlapc"]["externs"]) == (1, 1)
     assert not counters["overlapc"]["fallbacks"]

@@ -105,7 +105,7 @@ def test_gradients_of_scans_equal_eager():
         torch.testing.assert_close(found, expected)
 
 
-def test_a_long_row_is_scanned_by_several_programs_on_a_gpu(tmp_path: Path):
+def test_a_long_row_is_scanned_by_several_programs_on_a_gpu(cache: Path):
     """In Triton, one row takes three kernels: its softmax, then a scan of the result in pieces."""
 
     def top_p(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +114,8 @@ def test_a_long_row_is_scanned_by_several_programs_on_a_gpu(tmp_path: Path):
 
     x = torch.randn(1, 40_000).mul(3).sort(descending=True).values
     with triton_on_cpu():
-        mass, kept = compiled(top_p, cache_dir=str(tmp_path), profile="cpu-gloo")(x)
+        mass, kept = compiled(top_p, cache_dir=str(cache), profile="cpu-gloo")(x)
     torch.testing.assert_close(mass, x.double().softmax(-1).cumsum(-1).float())
     assert torch.equal(kept, torch.where(mass < 0.9, x, -torch.inf))
-    (source,) = [text for path in tmp_path.rglob("*.py") if "ops.scan_sum" in (text := path.read_text())]
+    (source,) = [text for path in cache.rglob("*.py") if "ops.scan_sum" in (text := path.read_text())]
     assert "# split: " in source

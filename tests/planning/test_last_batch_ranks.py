@@ -21,6 +21,7 @@ from overlapc.agreement.rank_agreement import peers_of, peers_spanned_by
 from overlapc.estimators.profiles.profile_file import profile_path
 from overlapc.report import record
 from overlapc.runtime.counters import counted
+from tests.caches import cache_of_rank
 from tests.ranks import values_on_ranks
 
 # Rows per rank in each step: then only rank 1's batch changes, then only rank 0's, then a batch of 1, which torch
@@ -73,7 +74,7 @@ def train(cache: str, steps: int, device: str = "cpu", **more: Any) -> dict[str,
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for part in (*sharded, sharded):
         overlapc.fully_shard(part, mesh)
-    options = {"rank_timeout": 20.0, "native": False, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
+    options = {"rank_timeout": 20.0, "native": False, "warm_start": True, "cache_dir": cache_of_rank(cache)}
     losses, alone = steps_of(sharded, batches()[:steps], {**options, **more})
     return {
         "losses": losses,
@@ -137,7 +138,7 @@ def begins_with_other_sizes(cache: str, device: str = "cpu") -> list[list[float]
         sharded = words().to(device)
         for part in (*sharded, sharded):
             overlapc.fully_shard(part, init_device_mesh(device, (2,)))
-        options = {"rank_timeout": 20.0, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
+        options = {"rank_timeout": 20.0, "warm_start": True, "cache_dir": cache_of_rank(cache)}
         losses.append(steps_of(sharded, texts(), options)[0])
     return losses
 
@@ -492,7 +493,7 @@ def with_replicas(cache: str) -> tuple[list[float], list[int]]:
     """Train with HSDP, parameters sharded over two ranks and replicated twice, from the first step's cached graphs."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    options = {"rank_timeout": 20.0, "native": False, "cache_dir": f"{cache}/{dist.get_rank()}"}
+    options = {"rank_timeout": 20.0, "native": False, "cache_dir": cache_of_rank(cache)}
     steps_of(overlapc.fully_shard(model(), mesh=mesh), batches_of_four()[:1], options)
     torch._dynamo.reset()
     rank_agreement._process = rank_agreement._Process()  # as another job

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import overlapc
 from overlapc.runtime.counters import counted
+from tests.caches import cache_of_rank
 from tests.ranks import values_on_ranks, whole_tensor
 
 WIDTH = 8
@@ -103,7 +104,7 @@ def trained(program: Callable[[Tensor], Tensor], compiled: bool, device: str, op
 def differences(cache: str, device: str = "cpu") -> dict[str, tuple[float, int]]:
     """Return the largest difference from eager mode, and the number of graphs that are not the same on all ranks."""
     torch.set_num_threads(1)
-    options = {"rank_timeout": 60.0, "native": device != "cpu", "cache_dir": f"{cache}/{dist.get_rank()}"}
+    options = {"rank_timeout": 60.0, "native": device != "cpu", "cache_dir": cache_of_rank(cache)}
     found = {}
     for program in PROGRAMS:
         before = counted("graphs_unlike_those_of_other_ranks")

@@ -28,23 +28,23 @@ def run(cache: Path, x: torch.Tensor, **options: object) -> torch.Tensor:
     return step(x, torch.eye(8))
 
 
-def test_good_values_pass(tmp_path: Path):
+def test_good_values_pass(cache: Path):
     x = torch.rand(8, 8) + 1
-    torch.testing.assert_close(run(tmp_path, x, check_values="nan", sync_kernels=True), logs(x, torch.eye(8)))
+    torch.testing.assert_close(run(cache, x, check_values="nan", sync_kernels=True), logs(x, torch.eye(8)))
 
 
 @pytest.mark.parametrize(("kind", "value"), [("nan", -1.0), ("inf", 0.0)])
-def test_the_node_that_writes_a_bad_value_is_named_with_its_line(tmp_path: Path, kind: str, value: float):
+def test_the_node_that_writes_a_bad_value_is_named_with_its_line(cache: Path, kind: str, value: float):
     x = torch.full((8, 8), value) * torch.eye(8)
     if kind == "nan":
         x = torch.full((8, 8), -1.0)
     with pytest.raises(ValueCheckError, match=rf"inference_\d+: \w+ wrote \d+ {kind} of") as error:
-        run(tmp_path, x, check_values=kind)
+        run(cache, x, check_values=kind)
     assert "test_check_values.py" in str(error.value)
 
 
-def test_without_the_option_values_are_not_checked(tmp_path: Path):
-    assert run(tmp_path, torch.full((8, 8), -1.0)).isnan().all()
+def test_without_the_option_values_are_not_checked(cache: Path):
+    assert run(cache, torch.full((8, 8), -1.0)).isnan().all()
 
 
 def test_sync_kernels_synchronizes_after_every_launch():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from overlapc.report import record
 from overlapc.runtime.deterministic import deterministic, deterministically
+from tests.caches import new_cache
 
 
 class Lookup(nn.Module):
@@ -22,13 +23,13 @@ class Lookup(nn.Module):
         return torch.nn.functional.gelu(self.out(self.embed(tokens))).square().mean()
 
 
-def run(tmp_path: Path, tokens: Tensor, **options: object) -> tuple[list[Tensor], list[str], list[str]]:
+def run(cache: Path, tokens: Tensor, **options: object) -> tuple[list[Tensor], list[str], list[str]]:
     """Compile with an empty cache and run; return (loss and gradients, schedules without and with their first line)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Lookup().to(tokens.device)
     record.clear()
-    step = torch.compile(model, backend="overlapc", options={"cache_dir": str(tmp_path), **options})
+    step = torch.compile(model, backend="overlapc", options={"cache_dir": str(new_cache(cache)), **options})
     loss = step(tokens)
     loss.backward()
     graphs = record.report_of_process().steps[0].graphs

@@ -25,12 +25,12 @@ from tests.ranks import values_on_ranks
 from tests.warm.test_warm import Block
 
 
-def test_a_training_step_lives_as_planned_and_peaks_where_the_report_says(tmp_path: Path):
+def test_a_training_step_lives_as_planned_and_peaks_where_the_report_says(cache: Path):
     torch.manual_seed(0)
     model, x = Block(), torch.randn(8, 16)
     record.clear()
     lifecycle.last_peak_bytes.clear()
-    step = torch.compile(model, backend="overlapc", options={"check_lifecycle": True, "cache_dir": str(tmp_path)})
+    step = torch.compile(model, backend="overlapc", options={"check_lifecycle": True, "cache_dir": str(cache)})
     for _ in range(2):
         step(x).backward()
     forward, backward = record.report_of_process().steps[0].graphs
@@ -151,11 +151,11 @@ def test_parts_of_a_pool_do_not_overlap():
     life.runs("kernel", {}, [])
 
 
-def test_the_programs_of_a_pooled_step_pass(tmp_path: Path):
+def test_the_programs_of_a_pooled_step_pass(cache: Path):
     torch.manual_seed(0)
     model, x = Block(), torch.randn(8, 16)
     want = torch.autograd.grad(model(x), list(model.parameters()))
-    options = {"check_lifecycle": True, "memory": "pool", "cache_dir": str(tmp_path)}
+    options = {"check_lifecycle": True, "memory": "pool", "cache_dir": str(cache)}
     step = torch.compile(model, backend="overlapc", options=options)
     for _ in range(2):
         have = torch.autograd.grad(step(x), list(model.parameters()))
@@ -190,23 +190,23 @@ def test_a_buffer_that_takes_over_memory_replaces_the_old_name():
         life.took_over("c", "b", other)
 
 
-def test_a_result_that_is_copied_into_the_traced_strides_lives_in_the_copy(tmp_path: Path):
+def test_a_result_that_is_copied_into_the_traced_strides_lives_in_the_copy(cache: Path):
     def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         every_other = x.as_strided((4,), (2,), 0)
         return every_other, every_other.sin()
 
     x = torch.randn(16)
-    options = {"check_lifecycle": True, "cache_dir": str(tmp_path)}
+    options = {"check_lifecycle": True, "cache_dir": str(cache)}
     torch.testing.assert_close(torch.compile(f, backend="overlapc", options=options)(x), f(x))
 
 
-def test_triton_kernels_that_are_interpreted_live_as_planned(tmp_path: Path, fresh_dynamo: None):
+def test_triton_kernels_that_are_interpreted_live_as_planned(cache: Path, fresh_dynamo: None):
     def sorted_signs(x: torch.Tensor) -> torch.Tensor:
         return (x > 0).sort()[0].cumsum(0)  # the comparison is freed after the call of `sort`
 
     x = torch.randn(20)
     with triton_on_cpu():
         step = torch.compile(
-            sorted_signs, backend="overlapc", options={"check_lifecycle": True, "cache_dir": str(tmp_path)}
+            sorted_signs, backend="overlapc", options={"check_lifecycle": True, "cache_dir": str(cache)}
         )
         assert torch.equal(step(x), sorted_signs(x))

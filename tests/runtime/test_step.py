@@ -27,13 +27,13 @@ from tests.ranks import values_on_ranks
 
 
 @pytest.fixture
-def compiled(tmp_path: Path):
+def compiled(cache: Path):
     """Return a function that compiles twice, so that the second compilation takes the step from the cache."""
 
     def compile_warm(function: Any, *inputs: Tensor) -> Any:
         for _ in range(2):
             torch._dynamo.reset()
-            options = {"cache_dir": str(tmp_path), "warm_start": True, "profile": "cpu-gloo"}
+            options = {"cache_dir": str(cache), "warm_start": True, "profile": "cpu-gloo"}
             result = torch.compile(function, backend="overlapc", options=options)
             before = counted("steps_from_cache")
             outputs = result(*inputs)
@@ -303,7 +303,7 @@ def dynamo_in_another_thread():
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["alone", "beside-dynamo"])
 def test_backward_reuses_the_memory_of_saved_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, elsewhere: bool
+    cache: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, elsewhere: bool
 ):
     """But it does not reuse memory that a second backward or a hook still needs.
 
@@ -313,7 +313,7 @@ def test_backward_reuses_the_memory_of_saved_tensors(
     if elsewhere:
         request.getfixturevalue("dynamo_in_another_thread")
     x, weight = leaf(128, 128), torch.randn(128, 128)
-    options = {"warm_start": False, "cache_dir": str(tmp_path), "profile": "cpu-gloo"}
+    options = {"warm_start": False, "cache_dir": str(cache), "profile": "cpu-gloo"}
 
     def function(x: Tensor) -> Tensor:
         return (x @ weight).sin()
@@ -418,7 +418,7 @@ def test_results_may_be_changed_in_place(wrapper: str):
         torch.testing.assert_close(torch.autograd.grad(result.square().sum(), (x, weight)), expected)
 
 
-def test_compiled_autograd_traces_steps(tmp_path: Path):
+def test_compiled_autograd_traces_steps(cache: Path):
     """Also if an earlier compilation without compiled autograd has cached the step."""
     x, weight = torch.randn(4, 4), leaf(4, 4)
 
@@ -430,7 +430,7 @@ def test_compiled_autograd_traces_steps(tmp_path: Path):
     train(x)
     assert weight.grad is not None
     expected = weight.grad
-    options = {"native": False, "warm_start": True, "cache_dir": str(tmp_path), "profile": "cpu-gloo"}
+    options = {"native": False, "warm_start": True, "cache_dir": str(cache), "profile": "cpu-gloo"}
     for traced in (False, True):
         torch._dynamo.reset()
         with torch._dynamo.config.patch(compiled_autograd=traced):

@@ -345,12 +345,12 @@ def test_inputs_that_overlap_are_left_to_torch(lean: list[StepPlan]):
     assert not lean
 
 
-def test_a_cached_step_is_not_used_for_inputs_that_overlap(tmp_path: Any):
+def test_a_cached_step_is_not_used_for_inputs_that_overlap(cache: Any):
     def function(a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)
         return b * 2
 
-    options = {"cache_dir": str(tmp_path), "warm_start": True, "native": False, "profile": "cpu-gloo"}
+    options = {"cache_dir": str(cache), "warm_start": True, "native": False, "profile": "cpu-gloo"}
     for apart in (True, False):
         torch._dynamo.reset()
         step = torch.compile(function, backend=backend, options=options)

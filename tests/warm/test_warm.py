@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,6 +25,7 @@ from overlapc.warm import cached_graph, cached_step, stored
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable
 from tests import ROOT
+from tests.caches import new_cache
 
 COUNTERS = ("kernel_compiles", "graph_compiles", "steps_from_cache", "graph_cache_hits", "kernels", "graphs")
 
@@ -57,11 +59,26 @@ def block() -> tuple[nn.Module, Tensor]:
     return Block(), torch.randn(8, 16)
 
 
-def test_a_second_start_compiles_nothing_and_gives_the_same_bits(block, tmp_path: Path):
+@pytest.fixture(scope="module")
+def after_a_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]:
+    """The cache after a step of `block`, and the step's results."""
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(8, 16)
+    folder = new_cache(tmp_path_factory.mktemp("warm") / "cache")
+    return folder, step(model, folder, x)[0]
+
+
+@pytest.fixture
+def warm_cache(after_a_step: tuple[Path, list[Tensor]], tmp_path: Path) -> Path:
+    """A cache of this test alone, as it is after a step of `block`."""
+    return shutil.copytree(after_a_step[0], tmp_path / "warm", symlinks=True)
+
+
+def test_a_second_start_compiles_nothing_and_gives_the_same_bits(block, cache: Path):
     model, x = block
     record.clear()
-    first, cold = step(model, tmp_path, x)
-    second, warm = step(model, tmp_path, x)
+    first, cold = step(model, cache, x)
+    second, warm = step(model, cache, x)
     assert cold["graph_compiles"] == 2
     assert cold["kernel_compiles"] > 0
     assert warm["steps_from_cache"] == 1
@@ -104,33 +121,31 @@ print("SAW", counted("kernel_compiles"), counted("steps_from_cache"), loss.item(
     assert seen[0][2:] == seen[1][2:]
 
 
-def test_another_graph_option_or_switch_has_another_cache_entry(block, tmp_path: Path):
+def test_another_graph_option_or_switch_has_another_cache_entry(block, warm_cache: Path):
     model, x = block
-    step(model, tmp_path, x)
-    assert step(model, tmp_path, x, fusion=False)[1]["steps_from_cache"] == 0
-    assert step(model, tmp_path, x[:4])[1]["steps_from_cache"] == 0
+    assert step(model, warm_cache, x, fusion=False)[1]["steps_from_cache"] == 0
+    assert step(model, warm_cache, x[:4])[1]["steps_from_cache"] == 0
     model.up.bias.requires_grad_(False)
-    assert step(model, tmp_path, x)[1]["steps_from_cache"] == 0
+    assert step(model, warm_cache, x)[1]["steps_from_cache"] == 0
     model.up.bias.requires_grad_(True)
-    assert step(model, tmp_path, x)[1]["steps_from_cache"] == 1
+    assert step(model, warm_cache, x)[1]["steps_from_cache"] == 1
     torch.use_deterministic_algorithms(True)
     try:
-        assert step(model, tmp_path, x)[1]["steps_from_cache"] == 0
+        assert step(model, warm_cache, x)[1]["steps_from_cache"] == 0
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_another_precision_of_products_has_another_cache_entry(block, tmp_path: Path):
+def test_another_precision_of_products_has_another_cache_entry(block, warm_cache: Path):
     model, x = block
-    step(model, tmp_path, x)
     products = torch.backends.cuda.matmul
     before = products.fp32_precision
     products.fp32_precision = "tf32"  # after this torch's older function, get_float32_matmul_precision, raises
     try:
-        assert step(model, tmp_path, x)[1]["steps_from_cache"] == 0
+        assert step(model, warm_cache, x)[1]["steps_from_cache"] == 0
     finally:
         products.fp32_precision = before
-    assert step(model, tmp_path, x)[1]["steps_from_cache"] == 1
+    assert step(model, warm_cache, x)[1]["steps_from_cache"] == 1
 
 
 @pytest.mark.parametrize(
@@ -140,51 +155,48 @@ def test_another_precision_of_products_has_another_cache_entry(block, tmp_path: 
         lambda x, number: x.clamp(-number, number) * number,
     ],
 )
-def test_a_step_that_fixed_the_value_of_a_number_is_not_used_for_another(function, tmp_path: Path):
+def test_a_step_that_fixed_the_value_of_a_number_is_not_used_for_another(function, cache: Path):
     x = torch.randn(6, 5)
     for _ in range(2):  # the second time in place of another process
         torch._dynamo.reset()
-        call = torch.compile(function, backend="overlapc", options={"cache_dir": tmp_path})
+        call = torch.compile(function, backend="overlapc", options={"cache_dir": cache})
         for number in (0.35, 0.5, 0.25, 0.75):  # Dynamo passes the second one and later ones as tensors
             torch.testing.assert_close(call(x, number), function(x, number))
 
 
-def test_a_graph_of_another_order_replaces_its_entry(block, tmp_path: Path):
-    model, x = block
-    step(model, tmp_path, x)
-    key = next(tmp_path.glob("graphs/**/*.graph.json")).name.removesuffix(".graph.json")
-    graph = cached_graph.find(key, tmp_path)
+def test_a_graph_of_another_order_replaces_its_entry(warm_cache: Path):
+    key = next(warm_cache.glob("graphs/**/*.graph.json")).name.removesuffix(".graph.json")
+    graph = cached_graph.find(key, warm_cache)
     assert graph is not None
-    cached_graph.store(key, replace(graph, order="another"), tmp_path)
-    found = cached_graph.find(key, tmp_path)
+    cached_graph.store(key, replace(graph, order="another"), warm_cache)
+    found = cached_graph.find(key, warm_cache)
     assert found is not None
     assert found.order == "another"
 
 
-def test_warm_start_can_be_off(block, tmp_path: Path):
+def test_warm_start_can_be_off(block, cache: Path):
     model, x = block
-    step(model, tmp_path, x, warm_start=False)
-    assert not list(tmp_path.glob("graphs/**/*.json"))
-    assert step(model, tmp_path, x, warm_start=False)[1]["steps_from_cache"] == 0
+    step(model, cache, x, warm_start=False)
+    assert not list(cache.glob("graphs/**/*.json"))
+    assert step(model, cache, x, warm_start=False)[1]["steps_from_cache"] == 0
 
 
 @pytest.mark.parametrize("kind", ["graphs", "steps"])
 @pytest.mark.parametrize("damage", ["torn", "other", "gone"])
-def test_a_damaged_entry_is_compiled_again(block, tmp_path: Path, kind: str, damage: str):
+def test_a_damaged_entry_is_compiled_again(block, after_a_step, warm_cache: Path, kind: str, damage: str):
     model, x = block
-    first, _ = step(model, tmp_path, x)
-    entry = sorted(tmp_path.glob(f"{kind}/**/*.json"))[0]
+    entry = sorted(warm_cache.glob(f"{kind}/**/*.json"))[0]
     if damage == "torn":
         entry.write_bytes(entry.read_bytes()[:-20])
     elif damage == "gone":
         entry.unlink()
     else:  # a valid checksum, but not an entry that overlapc writes
         entry.write_text("{}")
-        entry.with_name(f"{entry.name}.sha256").write_text(KernelCache(tmp_path, kind)._checksum(entry, b"{}"))
-    again, counts = step(model, tmp_path, x)
+        entry.with_name(f"{entry.name}.sha256").write_text(KernelCache(warm_cache, kind)._checksum(entry, b"{}"))
+    again, counts = step(model, warm_cache, x)
     assert counts["steps_from_cache"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert step(model, tmp_path, x)[1]["steps_from_cache"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(after_a_step[1], again, strict=True))
+    assert step(model, warm_cache, x)[1]["steps_from_cache"] == 1
 
 
 class Stateful(nn.Module):
@@ -204,7 +216,7 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("adds_up", [False, True])
-def test_graphs_start_warm_where_steps_cannot(tmp_path: Path, adds_up: bool):
+def test_graphs_start_warm_where_steps_cannot(cache: Path, adds_up: bool):
     torch.manual_seed(0)
     x = torch.randn(8, 16)
     results, counts, buffers = [], [], []
@@ -212,7 +224,7 @@ def test_graphs_start_warm_where_steps_cannot(tmp_path: Path, adds_up: bool):
     for _ in range(2):
         torch.manual_seed(1)
         model = Stateful(adds_up=adds_up)
-        result, count = step(model, tmp_path, x)
+        result, count = step(model, cache, x)
         results.append(result)
         counts.append(count)
         buffers.append(model.norm.running_mean.clone())
@@ -236,7 +248,7 @@ def test_equal_backwards_that_may_free_other_inputs_have_entries_of_their_own(tm
     def peak_of_backward(cache: str, returned: bool) -> int:
         torch._dynamo.reset()
         record.clear()
-        options = {"cache_dir": str(tmp_path / cache), "warm_start": True, "profile": "cpu-gloo"}
+        options = {"cache_dir": str(new_cache(tmp_path / cache)), "warm_start": True, "profile": "cpu-gloo"}
         call = torch.compile(squares, backend="overlapc", options=options)
         call(torch.ones(64, 64), torch.ones(64, 64, requires_grad=True), returned)[0].backward()
         return record.report_of_process().steps[0].graphs[1].peak_bytes
@@ -245,13 +257,13 @@ def test_equal_backwards_that_may_free_other_inputs_have_entries_of_their_own(tm
     assert freed < peak_of_backward("first", True) == peak_of_backward("second", True)
 
 
-def test_tensors_in_a_cached_graph_are_those_of_this_process(tmp_path: Path):
+def test_tensors_in_a_cached_graph_are_those_of_this_process(cache: Path):
     def double(x: Tensor) -> Tensor:
         return x * torch.tensor([1.0, 2.0, 3.0])
 
     for _ in range(2):
         torch._dynamo.reset()
-        options = {"cache_dir": str(tmp_path), "warm_start": True, "profile": "cpu-gloo"}
+        options = {"cache_dir": str(cache), "warm_start": True, "profile": "cpu-gloo"}
         compiled = torch.compile(double, backend="overlapc", options=options)
         assert torch.equal(compiled(torch.ones(3)), torch.tensor([1.0, 2.0, 3.0]))
 
@@ -261,12 +273,12 @@ class Extended(Block):
         return super().forward(torch.cat([torch.tensor([], dtype=x.dtype), x.flatten()]).view(x.shape))
 
 
-def test_a_step_that_writes_an_empty_tensor_starts_warm(tmp_path: Path):
+def test_a_step_that_writes_an_empty_tensor_starts_warm(cache: Path):
     """Hugging Face's models make one in each layer, for keys that a cache holds."""
     torch.manual_seed(0)
     model, x = Extended(), torch.randn(8, 16)
-    cold, _ = step(model, tmp_path, x)
-    warm, counts = step(model, tmp_path, x)
+    cold, _ = step(model, cache, x)
+    warm, counts = step(model, cache, x)
     assert counts["steps_from_cache"] == 1
     assert all(torch.equal(*pair) for pair in zip(cold, warm, strict=True))
 
@@ -309,10 +321,10 @@ def test_stored_values_come_back_equal():
 
 
 @pytest.mark.parametrize("kind", ["graphs", "steps", "kernels"])
-def test_swapped_entries_do_not_run(tmp_path: Path, kind: str):
+def test_swapped_entries_do_not_run(cache: Path, kind: str):
     """Each program would compute the other's numbers. The checksum of an entry therefore includes its name."""
     programs = [lambda x: x.sin() + 1, lambda x: x.cos() * 2 + x.tan()]
-    options = {"cache_dir": str(tmp_path), "warm_start": True, "profile": "cpu-gloo"}
+    options = {"cache_dir": str(cache), "warm_start": True, "profile": "cpu-gloo"}
     x = torch.linspace(0, 1, 64)
 
     def run() -> list[Tensor]:
@@ -321,7 +333,7 @@ def test_swapped_entries_do_not_run(tmp_path: Path, kind: str):
 
     expected = run()
     suffix = {"graphs": ".graph.json", "steps": ".step.json"}.get(kind, ".so")
-    entries = [path for path in (tmp_path / kind).rglob(f"*{suffix}") if path.is_file()]
+    entries = [path for path in (cache / kind).rglob(f"*{suffix}") if path.is_file()]
     for one, other in itertools.pairwise(entries):
         for end in ("", ".sha256"):
             first, second = (each.with_name(each.name + end) for each in (one, other))

@@ -57,16 +57,16 @@ def start(model: nn.Module, cache: Path) -> tuple[list[Any], int]:
     return seen, counted("steps_from_cache") - before
 
 
-def test_a_second_start_finds_the_step_and_its_gradients_are_the_same(tmp_path: Path):
+def test_a_second_start_finds_the_step_and_its_gradients_are_the_same(cache: Path):
     with fake_world(4):
         model = block()
-        cold, found = start(model, tmp_path)
+        cold, found = start(model, cache)
         assert not found
         assert cold.count(None) == 2  # the frozen parameter has no gradient
-        warm, found = start(model, tmp_path)
+        warm, found = start(model, cache)
         assert found == 1
         assert warm == cold
-        assert start(block(), tmp_path)[1] == 1  # a new model, whose parameters have other keys
+        assert start(block(), cache)[1] == 1  # a new model, whose parameters have other keys
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_a_second_start_finds_the_step_and_its_gradients_are_the_same(tmp_path: 
     ],
     ids=["reshard", "param_dtype", "reduce_dtype", "placement"],
 )
-def test_a_model_sharded_otherwise_is_another_step(tmp_path: Path, how: dict[str, Any]):
+def test_a_model_sharded_otherwise_is_another_step(cache: Path, how: dict[str, Any]):
     with fake_world(4):
-        start(block(), tmp_path)
-        assert start(block(**how), tmp_path)[1] == 0
+        start(block(), cache)
+        assert start(block(**how), cache)[1] == 0
 
 
-def test_another_rank_is_another_step(tmp_path: Path):
+def test_another_rank_is_another_step(cache: Path):
     with fake_world(4):
-        start(block(), tmp_path)
+        start(block(), cache)
     with fake_world(4, rank=1):
-        assert start(block(), tmp_path)[1] == 0
+        assert start(block(), cache)[1] == 0
 
 
 class Views(nn.Module):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import overlapc
 from overlapc.runtime.counters import counted
+from tests.caches import cache_of_rank
 from tests.ranks import values_on_ranks
 
 COUNTERS = ("graph_compiles", "kernel_compiles", "graph_cache_hits", "graphs", "steps_from_cache")
@@ -23,7 +24,7 @@ def starts(root: str, transport: str, device: str = "cpu") -> list[dict[str, Any
     from overlapc.launch.llama import Llama, LlamaConfig
 
     rank = dist.get_rank()
-    cache = Path(root) / str(rank)  # one per rank, as on different hosts
+    cache = Path(cache_of_rank(root))
     mesh = dist.device_mesh.init_device_mesh(device, (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = Llama(replace(LlamaConfig.tiny(), layers=1)).to(device)
@@ -77,7 +78,7 @@ def divided_start(root: str) -> dict[str, Any]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = overlapc.fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
-    options = {"cache_dir": f"{root}/{dist.get_rank()}", "warm_start": True, "transport": "copy", "ranks_per_host": 2}
+    options = {"cache_dir": cache_of_rank(root), "warm_start": True, "transport": "copy", "ranks_per_host": 2}
     step = torch.compile(model, backend="overlapc", options=options)
     loss = step(torch.arange(16.0).view(2, 8) + dist.get_rank()).square().mean()
     loss.backward()
@@ -100,7 +101,7 @@ def local_start(root: str) -> tuple[list[float], int]:
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     given = DTensor.from_local(torch.arange(4.0) + dist.get_rank(), mesh, [Shard(0)], run_check=False)
-    options = {"cache_dir": f"{root}/{dist.get_rank()}", "warm_start": True, "rank_timeout": 20}
+    options = {"cache_dir": cache_of_rank(root), "warm_start": True, "rank_timeout": 20}
     seen = []
     for _ in range(2 if dist.get_rank() == 0 else 0):
         torch._dynamo.reset()
