@@ -16,6 +16,7 @@ from overlapc.agreement import rank_agreement
 from overlapc.report import record
 from overlapc.report.kept_gathered import gathered_lines
 from overlapc.runtime.counters import counted
+from tests.caches import cache_of_rank
 from tests.parallel.tiny import Tiny, batch
 from tests.planning.test_last_batch_ranks import batches, losses_of_one_process, model, steps_of
 from tests.ranks import values_on_ranks
@@ -41,7 +42,7 @@ def one_step(mesh: DeviceMesh, cache: str, ac: str = "", tied: bool = False, **o
     for layer in sharded.layers:
         overlapc.fully_shard(layer, mesh)
     overlapc.fully_shard(sharded, mesh, reshard_after_forward=True)
-    options = {**QUICK, "cache_dir": f"{cache}/{dist.get_rank()}", "check_lifecycle": True, **options}
+    options = {**QUICK, "cache_dir": cache_of_rank(cache), "check_lifecycle": True, **options}
     step = torch.compile(sharded, backend="overlapc", options=options, fullgraph=True)
     loss = step(*(rows.chunk(2)[dist.get_rank()].to(mesh.device_type) for rows in batch(4)))
     loss.backward()
@@ -172,7 +173,7 @@ def ways(cache: str) -> list[dict[str, Any]]:
         sharded = Tiny(dim=64, hidden=256, layers=1)
         for module in (*sharded.layers, sharded):
             overlapc.fully_shard(module, mesh, reshard_after_forward=True)
-        options = {**QUICK, "cache_dir": f"{cache}/{dist.get_rank()}", **options}
+        options = {**QUICK, "cache_dir": cache_of_rank(cache), **options}
         step = torch.compile(sharded, backend="overlapc", options=options, fullgraph=True)
         results = {way.__name__: way(sharded, step) for way in WAYS}
         seen.append({**results, "kept": counted(KEPT)})
@@ -194,7 +195,7 @@ def smaller_batch(cache: str) -> dict[str, Any]:
     for each in sharded:
         overlapc.fully_shard(each)
     overlapc.fully_shard(sharded)
-    options = {**QUICK, "cache_dir": f"{cache}/{dist.get_rank()}", "memory_budget": LARGE, "warm_start": True}
+    options = {**QUICK, "cache_dir": cache_of_rank(cache), "memory_budget": LARGE, "warm_start": True}
     losses, alone = steps_of(sharded, batches()[:2], options)
     return {"losses": losses, "alone": alone[-1] > 0, "kept": counted(KEPT), "from disk": counted("steps_from_cache")}
 
