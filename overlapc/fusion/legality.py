@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from overlapc.fusion.kernel_groups import Group, Groups
@@ -84,16 +85,20 @@ def _should_share_launch(groups: Groups, a: Group, b: Group) -> bool:
 
 
 def _becomes_strided(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
-    """Whether the merged kernel strides over memory that one kernel reads by rows and the other by columns."""
+    """Whether the merged kernel strides over memory that one kernel reads by rows and the other by columns, or reads
+    all that both read in two orders: if loops of other tensors happen to have sizes that fit together."""
     if not merged.reduction:
         return False
     shared = a.reads & b.reads
     places = [
-        {(load.buffer, load.index) for load in body.loads() if load.buffer in shared}
+        Counter(buffer for buffer, _ in {(load.buffer, load.index) for load in body.loads() if load.buffer in shared})
         for body in (a.kernel.body, b.kernel.body, merged)
     ]
-    more = len(places[2]) > max(len(places[0]), len(places[1]))
-    return more and skips(merged, a.kernel.body, b.kernel.body, groups.bytes_of)
+    first, second, together = places
+    if together.total() <= max(first.total(), second.total()):
+        return False
+    apart = a.writes.isdisjoint(b.reads) and all(together[name] == first[name] + second[name] for name in shared)
+    return apart or skips(merged, a.kernel.body, b.kernel.body, groups.bytes_of)
 
 
 def _loses_tiles(groups: Groups, a: Group, b: Group, merged: Body) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import sympy
 import torch
@@ -190,6 +192,20 @@ def test_gradients_of_a_gated_batch_and_of_its_gates_read_the_batch_once() -> No
     (kernel,) = kernels_of(backward, x, torch.empty_like(x), gate)
     assert [loop.size for loop in (*kernel.body.loops, *kernel.body.reduction)] == [8, 24, 32]
     assert len({(load.buffer, load.index) for load in kernel.body.loads()}) == 3
+
+
+def test_elements_are_not_read_in_another_order_because_their_loops_could_be_divided_alike() -> None:
+    def backward(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return g * x, (g * x).sum((0, 2))
+
+    # The 32 channels could be divided into 4 x 8: the sum of channel 8 * p0 + p1 would then be beside elements of image
+    # p0, and all elements would be read twice.
+    x = torch.empty(4, 32, 96)
+    ops, report = fuse_ops(capture(backward, x, torch.empty_like(x)))
+    for kernel in (each for each in ops if isinstance(each, Loops)):
+        places = Counter(buffer for buffer, _ in {(load.buffer, load.index) for load in kernel.body.loads()})
+        assert set(places.values()) == {1}
+    assert any("different orders" in each.reason for each in report.refused.values())
 
 
 def test_row_and_column_sums_of_a_square_matrix_do_not_fuse() -> None:
