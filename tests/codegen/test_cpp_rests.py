@@ -12,7 +12,7 @@ from overlapc.ir.body import Body, Index, Load, Reduce, Store, op
 from tests.codegen.cpp_kernels import Kernels
 from tests.codegen.terms import bf16, f32, i64, loop, p0, p1, r0, total
 
-LENGTHS = (1, 15, 16, 17, 31, 77, 93)
+LENGTHS = (1, 15, 16, 17, 25, 31, 77, 93)
 ROWS = 21
 _NO_ACCESS = 0  # PROT_NONE of mprotect(2)
 

@@ -190,6 +190,9 @@ _MATH = frozenset(
 _ROUNDING = frozenset({"floor", "ceil", "trunc", "round"})
 # The functions of `_MATH` that prelude.h implements alike for vectors and single numbers, as `same_sinf`.
 _SAME = _MATH - set("sqrt lgamma floor ceil trunc copysign nextafter".split())
+# Functions that are calls of the vector library; those below are inline in float32.
+_CALLS = _SAME | {"pow"}
+_INLINE_IN_FLOAT32 = frozenset({"exp", "erf", "sigmoid"})
 # Cost of an operation in additions; used to decide whether there is enough work to start threads.
 HEAVY = dict.fromkeys(_MATH | {"exp", "erf", "sigmoid", "pow"}, 10) | dict.fromkeys(
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
@@ -285,6 +288,13 @@ def definitions_of(text: str) -> str:
 def _templated(name: str, dtype: torch.dtype) -> bool:
     """Whether a call must name its template argument: literals and small integers would deduce `int`."""
     return not dtype.is_floating_point
+
+
+def calls_library(value: Value) -> bool:
+    """Whether computing `value` calls a function of the vector library."""
+    if not isinstance(value, Op):
+        return False
+    return value.name in _CALLS or (value.name in _INLINE_IN_FLOAT32 and value.dtype == torch.float64)
 
 
 def weight(value: Value) -> int:
