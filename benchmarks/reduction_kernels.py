@@ -22,9 +22,9 @@ def _rows(make: Inputs, length: int, dtype: torch.dtype = torch.bfloat16) -> Ten
     return make.normal(max(2, make.scale.tokens * make.scale.width // length), length, dtype=dtype)
 
 
-def _planes(make: Inputs, channels: int, pixels: int = 4096) -> Tensor:
-    """Return images with contiguous planes of `pixels`, about tokens x width elements in all."""
-    pixels = min(pixels, 4 * make.scale.width)
+def _planes(make: Inputs, channels: int) -> Tensor:
+    """Return images with contiguous planes of up to 4096 pixels, about tokens x width elements in all."""
+    pixels = min(4096, 4 * make.scale.width)
     return make.normal(max(2, make.scale.tokens * make.scale.width // (channels * pixels)), channels, pixels)
 
 

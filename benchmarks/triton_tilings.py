@@ -28,11 +28,9 @@ from torch.fx import GraphModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.held_out_kernels import HELD_OUT
-from benchmarks.kernel_cases import PROBLEMS, RARE, SCALES, Inputs, Problem
-from benchmarks.kernels_of_other_fields import OTHER_FIELDS
+from benchmarks.kernel_cases import SCALES, Inputs, Problem
+from benchmarks.kernels import LISTS
 from benchmarks.models import decompositions, lowered, partition
-from benchmarks.reduction_kernels import REDUCTIONS
 from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton import tiling as tilings
@@ -195,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     began, clock = time.monotonic(), Clock()
     print(f"device copy {clock.bytes_per_ns / 1e3:.2f} TB/s")
-    for name, make in (PROBLEMS | RARE | HELD_OUT | OTHER_FIELDS | REDUCTIONS).items():
+    for name, make in (case for cases in LISTS.values() for case in cases.items()):
         if not re.search(args.cases, name):
             continue
         for kernel in kernels_of(make(Inputs(SCALES["gpu"], "cuda")), name):

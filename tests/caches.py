@@ -14,9 +14,9 @@ def new_cache(folder: Path | str) -> Path:
     from overlapc.config import Config
 
     made, common = Path(folder), Config().cache_dir
+    made.mkdir(0o755, parents=True, exist_ok=True)
     for kind in ALWAYS_THE_SAME:
         (common / kind).mkdir(0o755, parents=True, exist_ok=True)
-        made.mkdir(0o755, parents=True, exist_ok=True)
         if not (made / kind).exists():
             (made / kind).symlink_to(common / kind)
     return made

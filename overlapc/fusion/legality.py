@@ -43,7 +43,7 @@ def verdict(
     if obstacle is not None:
         return obstacle
     merged = merge(a.kernel.body, b.kernel.body)
-    if not isinstance(merged, Refusal) and _becomes_strided(groups, a, b, merged):
+    if not isinstance(merged, Refusal) and _reads_in_other_orders(groups, a, b, merged):
         merged = Refusal("they access shared buffers in different orders")
     if isinstance(merged, Refusal) and changes.across and crosses(a.kernel.body, b.kernel.body):
         across = merge_across(a.kernel.body, b.kernel.body, groups.graph.hint, groups.bytes_of)
@@ -84,7 +84,7 @@ def _should_share_launch(groups: Groups, a: Group, b: Group) -> bool:
     return shared * LITTLE < min(sum(map(groups.bytes_of, group.reads | group.writes)) for group in (a, b))
 
 
-def _becomes_strided(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
+def _reads_in_other_orders(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
     """Whether the merged kernel strides over memory that one kernel reads by rows and the other by columns, or reads
     all that both read in two orders: if loops of other tensors happen to have sizes that fit together."""
     if not merged.reduction:
@@ -133,7 +133,7 @@ def _reordered(groups: Groups, a: Group, b: Group) -> Body | None:
     if first is None or second is None:
         return None
     merged = merge(first, second)
-    if isinstance(merged, Refusal) or _becomes_strided(groups, a, b, merged):
+    if isinstance(merged, Refusal) or _reads_in_other_orders(groups, a, b, merged):
         return None
     before = sum(scattered_bytes(group.kernel.body, groups.bytes_of) for group in (a, b))
     after = scattered_bytes(without_stores(merged, groups.local(a, b)), groups.bytes_of)

@@ -237,6 +237,11 @@ def _key(dtype: torch.dtype, larger: bool, narrow: bool) -> _Key:
     return _Key("uint8_t" if narrow else "int32_t", limit, "")
 
 
+def _precedes(new: str, at: str, best: str, place: str, sign: str) -> str:
+    """Return the condition that key `new` is better than `best`, or equal and before it."""
+    return f"({new} {sign} {best}) | (({new} == {best}) & ({at} < {place}))"
+
+
 def _position(reduce: Reduce, number: int, lane: str, short: bool) -> Accumulator:
     """Return the accumulator for argmax or argmin of columns, or of rows whose positions are not visited in order.
 
@@ -248,7 +253,7 @@ def _position(reduce: Reduce, number: int, lane: str, short: bool) -> Accumulato
     place_kind = key.kind if short else "int64_t"
 
     def replaced(new: str, at: str) -> str:
-        better = f"({new} {sign} {best}) | (({new} == {best}) & ({at} < {place}))"
+        better = _precedes(new, at, best, place, sign)
         if lane:
             return (
                 f"{{ const bool better = {better}; {best} = better ? {new} : {best}; "
@@ -294,8 +299,9 @@ def _first_position(reduce: Reduce, number: int) -> Accumulator:
         return [found, f"{block} = key{number} {sign} {block} ? key{number} : {block};"]
 
     def combine(other: list[str]) -> str:
-        condition = f"({other[0]} {sign} {best}) | (({other[0]} == {best}) & ({other[1]} < {place}))"
-        return f"if ({condition}) {{ {best} = {other[0]}; {place} = {other[1]}; }}"
+        return (
+            f"if ({_precedes(other[0], other[1], best, place, sign)}) {{ {best} = {other[0]}; {place} = {other[1]}; }}"
+        )
 
     return Accumulator(
         reduce,

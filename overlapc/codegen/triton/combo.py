@@ -96,7 +96,7 @@ def _with_fewer_splits(tiling: Tiling, parts: int) -> Tiling:
     """Return `tiling` with fewer splits if many parts fill the device together."""
     if tiling.form != "split":
         return tiling
-    fewer = 1 << max(1, (_PROGRAMS // parts).bit_length() - 1)
+    fewer = max(2, tilings.power_of_two_below(_PROGRAMS // parts))
     return tiling.with_splits(min(tiling.splits, fewer))
 
 

@@ -374,6 +374,10 @@ class _Reduction:
     def many_steps(self) -> bool:
         return self.passes > _MANY_STEPS
 
+    def programs(self, xblock: int) -> int:
+        """Return the programs that have `xblock` rows each."""
+        return max(1, -(-self.rows // xblock))
+
 
 def _reduction(
     body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence[Access], hints: Mapping[sympy.Symbol, int]
@@ -442,7 +446,7 @@ def _columns(given: _Reduction) -> Tiling:
         warps = max(1, warps // 2)
     tiling = Tiling("persistent", given.x, xblock, warps, r=given.r, rblock=rblock)
     if given.static and given.length <= rblock:
-        if given.scans or -(-given.rows // xblock) < 2 * MULTIPROCESSORS:
+        if given.scans or given.programs(xblock) < 2 * MULTIPROCESSORS:
             return tiling
         # 64 elements per thread: combining those of several warps takes longer than the loads (a sum of 64 rows: 54 us
         # with 8 warps, 23 with 2; one H200).
@@ -502,9 +506,10 @@ def _whole_rows(given: _Reduction) -> Tiling:
     xblock = _clamp(1, min(wanted, power_of_two(max(1, given.rows // (2 * MULTIPROCESSORS)))), 64)
     tile = xblock * rblock * _elements(given.body)
     warps = _warps(tile)
-    if -(-given.rows // xblock) >= 2 * MULTIPROCESSORS and given.many_steps:
+    many_programs = given.programs(xblock) >= 2 * MULTIPROCESSORS
+    if many_programs and given.many_steps:
         warps = tile // 128
-    elif -(-given.rows // xblock) >= 2 * MULTIPROCESSORS:
+    elif many_programs:
         # Many programs have enough loads in flight, and fewer threads per row synchronize faster. Elements that only
         # fill a tile need no threads (softmax of rows of 1025: 183 us with two warps, 145 with one; one H200).
         filled = xblock * given.length * _elements(given.body) if long else tile
@@ -547,7 +552,7 @@ def _warps(tile: int) -> int:
 
 def _split_few_rows(given: _Reduction, tiling: Tiling, most: int, enough: int = 2 * MULTIPROCESSORS) -> Tiling:
     """Return `tiling` with r divided among programs, about `most` at most, if its own programs are not `enough`."""
-    programs = max(1, -(-given.rows // tiling.xblock))
+    programs = given.programs(tiling.xblock)
     if programs >= enough:
         return tiling
     least = (2 if given.scans else 4) * tiling.rblock  # elements per program; tiles of a scan run in order
