@@ -10,6 +10,7 @@ from types import FunctionType, ModuleType
 from overlapc.config import Config
 from overlapc.fx.versions.dynamo import (
     compile_collectives_beyond_limit,
+    compile_reads_of_sources_once,
     compile_with_stack_room,
     name_lines_only_in_logs,
     never_compiled_alone,
@@ -32,6 +33,7 @@ def prepare_torch(config: Config) -> None:
     - fake tensors initialize each GPU once
     - Dynamo looks up the function around a line only if it logs it
     - Dynamo does not guard that DTensors share a mesh object: guards that their meshes are equal suffice
+    - Dynamo compiles each expression by which it reads sources once
     - Dynamo gets room on Python's stack
     - Dynamo runs no function with collectives eagerly because it has compiled many graphs of it
     - models sharded before or after this: equal blocks are traced once (`trace_once`), equal modules share a graph
@@ -43,6 +45,7 @@ def prepare_torch(config: Config) -> None:
     initialize_gpus_once()
     name_lines_only_in_logs()
     no_guards_on_equal_meshes()
+    compile_reads_of_sources_once()
     compile_with_stack_room()
     compile_collectives_beyond_limit()
     global _trace_once

@@ -31,7 +31,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._guards import Guard, Source
+from torch._guards import Guard, Source, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overlapc.fx.constants import exactly
@@ -393,14 +393,17 @@ class _Block:
             given = VariableBuilder(tx, named(source))(_value(tx, named(source), cache)).as_proxy().node
             if copies.setdefault(node, given) is not given:  # it is also among the inputs
                 return None
+        lines = TracingContext.extract_stack()  # Dynamo would read them for each guard
         for check in self.checks:
             source, make = named(check.guard.originating_source), check.guard.create_fn
             if check.of_tensor:
                 VariableBuilder(tx, source)(_value(tx, source, cache))  # this installs its guard
-            elif check.same is not None:
-                install_guard(source.make_guard(partial(make.func, source_b=named(check.same))))  # type: ignore[attr-defined]
-            else:
-                install_guard(source.make_guard(make))
+                continue
+            if check.same is not None:
+                make = partial(make.func, source_b=named(check.same))  # type: ignore[attr-defined]
+            guard = source.make_guard(make)
+            guard.user_stack = lines
+            install_guard(guard)
         tx.output.guard_on_key_order.update(map(named, self.keys))
         _keys_read(tx).extend(read)
         for node in self.captured:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource, GetItemSource, LocalSource
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -16,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from overlapc.fx.source import module_path
+from overlapc.fx.versions.dynamo import compile_reads_of_sources_once
 from overlapc.parallel import fully_shard
 from overlapc.parallel.access import call_block, prepare_dynamo
 from overlapc.parallel.gather import described_params
@@ -137,6 +142,29 @@ def once(model: Any, traced: int, calls: int = 1, run: Callable[[Any], Any] | No
 
 def test_equal_blocks_are_traced_once_and_give_the_graph_of_tracing_each():
     once(sharded(Model()), 3)
+
+
+def test_guards_of_blocks_that_are_not_traced_name_the_line_that_calls_them(monkeypatch: pytest.MonkeyPatch):
+    stacks: dict[str, Any] = {}
+    install = GuardBuilder.TYPE_MATCH
+
+    @wraps(install)
+    def noted(self: GuardBuilder, guard: Any, *args: Any) -> Any:
+        stacks[str(guard.name)] = guard.user_stack
+        return install(self, guard, *args)
+
+    monkeypatch.setattr(GuardBuilder, "TYPE_MATCH", noted)
+    once(sharded(Model()), 3)
+    (norm,) = (stack for name, stack in stacks.items() if "'2'" in name and name.endswith("['norm']"))
+    assert any(frame.name == "run" and frame.line == "x = layer(x)" for frame in norm)
+
+
+def test_sources_are_read_as_their_expressions_say_however_often_these_are_read():
+    compile_reads_of_sources_once()
+    x, y = SimpleNamespace(weights=[1, 2]), SimpleNamespace(weights=[3, 4])
+    frame = {"L": {"x": x, "y": y, "tmp": 5}, "G": {}}
+    sources = [GetItemSource(AttrSource(LocalSource(name), "weights"), at) for name in "xy" for at in (0, 1)]
+    assert [source.get_value(frame, {"tmp": 6}, {}) for source in sources * 2] == [1, 2, 3, 4] * 2
 
 
 def test_equal_blocks_with_tensor_parallelism_are_traced_once():
