@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -39,6 +40,28 @@ def test_rows_are_loaded_ahead_only_if_they_fit_into_shared_memory_of_every_gpu(
 def test_a_program_has_many_short_rows_and_does_not_load_them_ahead() -> None:
     tiling = choose(norm_gradients(32, 8192, 128).body, {})
     assert (tiling.xblock * tiling.rblock, tiling.num_stages) == (4096, 0)
+
+
+def test_a_single_total_of_short_rows_leaves_registers_for_more_threads() -> None:
+    several = norm_gradients(32, 8192, 128).body
+    one = replace(several, stores=several.stores[:2])
+    assert [store.is_total for store in one.stores] == [False, True]
+    tiling, other = choose(one, {}), choose(several, {})
+    assert tiling.xblock * tiling.rblock // (32 * tiling.num_warps) == 8
+    assert other.xblock * other.rblock // (32 * other.num_warps) == 32
+    assert tiling.splits == other.splits
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "ahead"),
+    [(320, BF16, True), (502, BF16, True), (511, BF16, False), (320, F32, True), (502, F32, False)],
+)
+def test_rows_are_loaded_ahead_if_their_length_allows_pairs_of_two_bytes_or_loads_of_sixteen(
+    width: int, dtype: torch.dtype, ahead: bool, tmp_path: Path
+) -> None:
+    body = norm_gradients(2, 8192, width, dtype).body
+    rows, _ = compile_source(TritonGenerator().generate(body, "gradients"), tmp_path)
+    assert ("cp.async" in rows.asm["ptx"]) == ahead
 
 
 def test_columns_are_loaded_ahead_only_if_the_pass_also_stores_elements() -> None:
