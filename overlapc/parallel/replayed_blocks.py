@@ -12,7 +12,7 @@ trace may depend on something else, or has side effects, Dynamo traces the block
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -28,14 +28,17 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lazy import LazyConstantVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Guard, Source, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overlapc.fx.constants import exactly
 from overlapc.parallel.guarded import Compared, compared, is_within, subject
+from overlapc.parallel.replayed_calls import Calls, Given, MethodCall, Number, Unfit, may_differ, nodes_after
 from overlapc.runtime.counters import count
 
 _BLOCKS = "overlapc_blocks"  # attribute of Dynamo's tracer of a graph: the traced blocks, by the form of their inputs
@@ -46,10 +49,6 @@ _HOOKS = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
 _UNREADABLE = (AttributeError, LookupError, TypeError)  # raised for a source that has no value
-
-
-class Unfit(Exception):
-    """Why a block has to be traced, or why its trace cannot be copied for other blocks."""
 
 
 def replay(call: Any) -> None:
@@ -138,6 +137,8 @@ class _Inputs:
         source = module.source
         self.root: Source = source.base if isinstance(source, UnspecializedNNModuleSource) else source
         self.tensors: dict[fx.Node, int] = {}
+        self.variables: dict[fx.Node, Any] = {}  # Dynamo's variables for these tensors, and for results of calls
+        self.objects: list[Any] = []  # Dynamo's variables for objects that were made in the same trace
         self.form: Any = None
         self.changes: Any = None
 
@@ -171,9 +172,14 @@ class _Inputs:
             return exactly(given.value)
         if type(given) is TupleVariable:
             return tuple(map(self._form, given.items))
+        if type(given) is UserDefinedObjectVariable and given.source is None and not may_differ():
+            if not any(each is given for each in self.objects):
+                self.objects.append(given)
+            return type(given.value), next(at for at, each in enumerate(self.objects) if each is given)
         if type(given) is not TensorVariable:
             raise Unfit(f"an argument is a {type(given).__name__}")  # which the block may change
         node = given.as_proxy().node
+        self.variables[node] = given
         return self.tensors.setdefault(node, len(self.tensors)), _form_of(node)
 
 
@@ -232,6 +238,10 @@ class _Recording:
         self._read: list[Source] = []
         self._keys_before = len(_keys_read(tx))
         self._changed: list[Any] = []  # objects from outside of the block
+        self._traced = len(nodes_after(tx.output.graph, None))
+        self._calls = Calls(tx, inputs.objects, self._aside)
+        self._changes: dict[Any, int] = {}  # number of changes of each object before the block, and by recorded calls
+        self._of_calls: set[Guard] = set()  # guards that Dynamo installed first while it traced recorded calls
 
     def _seen_effects(self) -> Any:
         return len(self._tx.output.side_effects.tensor_hooks), len(self._tx.output.random_calls)
@@ -246,21 +256,37 @@ class _Recording:
         build = builder.__call__
 
         def noted(self_: Any, value: object) -> Any:
-            self._read.append(self_.source)
+            if not self._calls.within:
+                self._read.append(self_.source)
             return build(self_, value)
 
-        tracer, changes = self._tx.output.current_tracer, self._changes_by_object()
+        tracer, self._changes = self._tx.output.current_tracer, self._changes_by_object()
         allowed = tracer.unsafe_allow_externally_visible_side_effects
         tracer.unsafe_allow_externally_visible_side_effects = True  # as if outside of all scopes
         builder.__call__ = noted  # torch 2.12 and later record the same in `traced_sources`
         try:
-            with enter_new_scope():
+            with enter_new_scope(), self._calls.recorded():
                 yield
-                changed = [item for item, number in self._changes_by_object().items() if number != changes.get(item)]
+                numbers = self._changes_by_object()
+                changed = [item for item, number in numbers.items() if number != self._changes.get(item)]
                 self._changed = [item for item in changed if _existed(item, current_scope_id())]
         finally:
             builder.__call__ = build
             tracer.unsafe_allow_externally_visible_side_effects = allowed
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Take what Dynamo does within this context for no part of the block: it does so for each block again."""
+        before, guards, keys = self._changes_by_object(), set(self._tx.output.guards), len(_keys_read(self._tx))
+        yield
+        for item, number in self._changes_by_object().items():
+            added = number - before.get(item, 0)
+            self._changes[item] = self._changes.get(item, 0) + added
+            if added and (item.source is not None or _existed(item, 1)):  # which the block may read
+                self._calls.unfit = "a method of an object that it is given changes something else"
+        self._of_calls |= set(self._tx.output.guards) - guards
+        if keys != len(_keys_read(self._tx)):
+            self._calls.unfit = "a method of an object that it is given reads a parameter"
 
     def block(self, result: Any) -> _Block:
         """Return the traced block; Unfit if it does more than compute `result` from its inputs and its module."""
@@ -271,8 +297,16 @@ class _Recording:
             raise Unfit("it computes sizes")
         if not self._modes.check() or self._annotation != _annotation():
             raise Unfit("it changes modes")
+        if self._calls.unfit:
+            raise Unfit(self._calls.unfit)
         nodes = [node for node in output.graph.nodes if node not in self._before and node.op != "placeholder"]
-        inside = set(nodes)
+        steps = _steps(nodes, [(before - self._traced, call) for before, call in self._calls.made])
+        calls = [step for step in steps if isinstance(step, MethodCall)]
+        nodes = [step for step in steps if isinstance(step, fx.Node)]
+        inside = {*nodes, *(node for call in calls for node in call.results)}
+        for each in (each for call in calls for each in call.given):
+            if isinstance(each, Given) and each.node not in inside and each.node not in self._inputs.tensors:
+                raise Unfit(f"it gives {each.node.name} to an object, which is not one of its inputs")
         captured: dict[fx.Node, Source] = {}
         for node in nodes:
             body = output.nn_modules.get(node.target) if node.op == "get_attr" else None
@@ -296,12 +330,12 @@ class _Recording:
             modes=self._modes,
             annotation=self._annotation,
             stack=dict(self._tx.nn_module_stack),
-            nodes=nodes,
+            steps=steps,
             captured=captured,
             checks=self._checks(),
             params=[read for read in _keys_read(self._tx)[self._keys_before :] if is_within(read.module, root)],
             keys={each: _keys(self._tx, each, {}) for each in output.guard_on_key_order if is_within(each, root)},
-            result=_results(result, inside, [*self._inputs.tensors, *captured]),
+            result=_results(result, set(nodes), [*self._inputs.tensors, *captured]),
         )
 
     def _expect_names_of_its_own(self) -> None:
@@ -318,8 +352,10 @@ class _Recording:
         """Return all guards on the block, including those from before it was called: its trace may rely on them."""
         found = []
         cache: dict[Source, Any] = {}
+        read = set(self._read)
+        only_of_calls = {guard for guard in self._of_calls if guard.originating_source not in read}
         for guard in list(self._tx.output.guards):
-            if not is_within(guard.originating_source, self._inputs.root):
+            if guard in only_of_calls or not is_within(guard.originating_source, self._inputs.root):
                 continue
             compare = compared(guard)
             if compare is None:
@@ -360,7 +396,7 @@ class _Block:
     modes: Any
     annotation: Any
     stack: dict[str, Any]  # the modules around it
-    nodes: list[fx.Node]
+    steps: list[fx.Node | MethodCall]  # nodes to copy, and calls to trace
     captured: dict[fx.Node, Source]  # graph inputs that its module holds
     checks: list[_Check]
     params: list[_KeyRead]  # of parameters that its module holds
@@ -382,6 +418,9 @@ class _Block:
                 return None
         if any(_keys(tx, named(source), cache) != keys for source, keys in self.keys.items()):
             return None
+        for each in (each for step in self.steps if isinstance(step, MethodCall) for each in step.given):
+            if isinstance(each, Number) and type(_value(tx, named(each.source), cache)) is not each.kind:
+                return None
         params: dict[str, str] = {}  # keys of the traced block's parameters -> keys of this block's
         read = [each.of(tx, named, cache) for each in self.params]
         for ours, theirs in zip(self.params, read, strict=True):
@@ -409,9 +448,22 @@ class _Block:
         for node in self.captured:
             if copies[node] not in known:
                 self._set_modules(tx, node, copies[node])
-        for node in self.nodes:
-            self._copy(tx, node, copies, params)
+        for step in self.steps:
+            if isinstance(step, fx.Node):
+                self._copy(tx, step, copies, params)
+            else:
+                self._trace(tx, step, inputs, _Parts(tx, inputs, copies, named, cache))
         return _wrapped(tx, self.result, copies)
+
+    def _trace(self, tx: Any, call: MethodCall, inputs: _Inputs, parts: _Parts) -> None:
+        new = call.traced(tx, inputs.objects[call.owner], parts)
+        for node, copy in zip(call.nodes, new.nodes, strict=True):
+            copy.meta.update({key: node.meta[key] for key in ("stack_trace", "custom") if key in node.meta})
+            self._set_modules(tx, node, copy)
+            if _numberless(copy.name) != _numberless(node.name):
+                copy._rename(_numberless(node.name))  # the block gave it to a variable
+        parts.copies.update(zip(call.results, new.results, strict=True))
+        inputs.variables.update(new.results)
 
     def _copy(self, tx: Any, node: fx.Node, copies: dict[fx.Node, fx.Node], params: dict[str, str]) -> None:
         def argument(value: Any) -> Any:
@@ -464,6 +516,40 @@ class _Block:
         inner = list(node.meta.get("nn_module_stack", {}).items())[len(self.stack) :]
         renamed = {f"{key} of {new}": (new + path.removeprefix(old), cls) for key, (path, cls) in inner}
         copy.meta["nn_module_stack"] = {**tx.nn_module_stack, **renamed}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the traced block's tensors and numbers are in the block that is replayed."""
+
+    tx: Any
+    inputs: _Inputs
+    copies: dict[fx.Node, fx.Node]
+    named: _Renamed
+    cache: dict[Source, Any]
+
+    def tensor(self, node: fx.Node) -> Any:
+        """Return Dynamo's variable for the copy of `node`."""
+        given = self.inputs.variables.get(self.copies[node])
+        return _wrapped(self.tx, node, self.copies) if given is None else given
+
+    def number(self, source: Source) -> Any:
+        """Return Dynamo's variable for the number that the called block has at `source`, not read yet."""
+        there = self.named(source)
+        return LazyConstantVariable.create(_value(self.tx, there, self.cache), there)
+
+
+def _steps(nodes: Sequence[fx.Node], calls: Iterable[tuple[int, MethodCall]]) -> list[fx.Node | MethodCall]:
+    """Return the block's nodes in order, each call in place of the nodes that were traced for it.
+
+    calls: in order, with the number of nodes before each.
+    """
+    steps: list[fx.Node | MethodCall] = []
+    at = 0
+    for before, call in calls:
+        steps += [*nodes[at:before], call]
+        at = before + len(call.nodes)
+    return [*steps, *nodes[at:]]
 
 
 def _created_like(node: fx.Node, create: Callable[..., fx.Node], argument: Callable[[Any], Any]) -> fx.Node:
@@ -537,7 +623,7 @@ def _results(result: Any, inside: set[fx.Node], given: Sequence[fx.Node]) -> Any
         raise Unfit(f"it returns a {type(result).__name__}")
     node = result.as_proxy().node
     if node not in inside:
-        raise Unfit("it returns an input")
+        raise Unfit("it returns an input, or what a method of an object returned")
     _form_of(node)
     memory = node.meta["example_value"].untyped_storage()._cdata
     for each in given:
