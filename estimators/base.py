@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,10 +27,14 @@ class Estimator(Protocol):
 
 @dataclass(frozen=True)
 class FirstKnown:
-    """A chain of estimators that returns the first estimate which is not None."""
+    """A chain of estimators that returns the first estimate which is not None.
+
+    store: stores for other processes what the estimators have measured.
+    """
 
     estimators: Sequence[Estimator]
     name: str = "chain"
+    store: Callable[[], None] = lambda: None
 
     def estimate(self, node: Node) -> Estimate | None:
         if node.kind in _FREE_KINDS:

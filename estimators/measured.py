@@ -47,6 +47,7 @@ class Times:
         self._key = content_key(self._name)
         self._cache = KernelCache(folder, "measured")
         self._known = _times(self._cache.read(self._key, _SUFFIX))
+        self._new: dict[str, float] = {}
 
     @property
     def path(self) -> Path:
@@ -57,16 +58,28 @@ class Times:
         return self._known.get(key)
 
     def put(self, key: str, ns: float) -> None:
-        """Add a time to the entry, which other processes may have changed. Do nothing if the folder is not writable."""
-        self._known[key] = ns
-        try:
-            self._cache.update(self._key, _SUFFIX, self._merged)
-        except (ConfigError, ToolchainError):
-            return
+        """Note a time, which `store` adds to the entry."""
+        self._known[key] = self._new[key] = ns
 
-    def _merged(self, stored: bytes | None) -> str:
-        self._known = {**self._known, **_times(stored)}
-        return json.dumps({"device": self._name, "ns": self._known}, indent=1)
+    def store(self) -> None:
+        """Add the noted times to the entry, which other processes may have changed. Do nothing if the folder is not
+        writable.
+
+        Writing takes milliseconds, in which the other ranks of the host wait, so this is done once for many times.
+        """
+        if self._new:
+            try:
+                self._cache.update(self._key, _SUFFIX, self._merged)
+            except (ConfigError, ToolchainError):
+                return
+            self._new.clear()
+
+    def _merged(self, stored: bytes | None) -> str | None:
+        there = _times(stored)
+        self._known |= there
+        if self._new.keys() <= there.keys():  # another rank measured the same
+            return None
+        return json.dumps({"device": self._name, "ns": self._new | there}, indent=1)
 
 
 def _times(stored: bytes | None) -> dict[str, float]:
@@ -80,7 +93,10 @@ def _times(stored: bytes | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MeasuredCalls:
-    """Estimates library calls by measuring each once for all processes. `call_of`: None if a call cannot run alone."""
+    """Estimates library calls by measuring each once for all processes, if `times` are stored afterwards.
+
+    call_of: None if a call cannot run alone.
+    """
 
     call_of: Callable[[Node], Call | None]
     times: Times

@@ -47,6 +47,7 @@ class ProductTimes:
                 key = f"{product} library"
                 found[key] = self._time(key, partial(self._library, product))
                 found[f"{product} ours"] = self._ours(product)
+        self.times.store()
         return found
 
     def _time(self, key: str, make: Callable[[], Callable[[], object]]) -> float:

@@ -33,6 +33,7 @@ def chain_of(
     inner: estimates calls of its inner graphs. tuned: the times of kernels that autotuning measured.
     """
     chain: list[Estimator] = []
+    times: Times | None = None
     user = users_estimator(config.estimates, graph.name)
     if user is not None:
         chain.append(user)
@@ -41,13 +42,15 @@ def chain_of(
     here = device is not None and config.profile is None  # a profile that the user names may be of another machine
     communicates = any(isinstance(op, Start) for op in graph.ops)
     if device is not None and measures(config, device, communicates=communicates):
-        chain.append(MeasuredCalls(calls_of(graph), Times(config.cache_dir, device), profile))
+        times = Times(config.cache_dir, device)
+        chain.append(MeasuredCalls(calls_of(graph), times, profile))
     if tuned is not None and here:
         chain.append(tuned)
     chain.append(MeasuredCollectives(profile))
     if here and device is not None and device.type == "cuda":
         chain.append(LibraryCollectives())
-    return FirstKnown((*chain, AnalyticCollectives(profile), Roofline(profile)))
+    estimators = (*chain, AnalyticCollectives(profile), Roofline(profile))
+    return FirstKnown(estimators) if times is None else FirstKnown(estimators, store=times.store)
 
 
 def measures(config: Config, device: torch.device, *, communicates: bool) -> bool:

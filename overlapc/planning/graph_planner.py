@@ -16,7 +16,7 @@ from overlapc.codegen.copies import Copied, forms_of, laid_out_bytes, peak_befor
 from overlapc.codegen.sources import Sources, compile_ahead, with_scratch
 from overlapc.config import Config
 from overlapc.errors import CompileError, MemoryBudgetError, NoSharedMemory, RanksDisagree
-from overlapc.estimators.base import Estimator, estimate_schedule
+from overlapc.estimators.base import Estimator, FirstKnown, estimate_schedule
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
 from overlapc.fusion.combo import kind_of, one_launch
@@ -259,9 +259,10 @@ def freeable_inputs(gm: GraphModule, name: str) -> set[str]:
     return {saved for saved in names if not saved.startswith(("primals_", "tangents_"))}
 
 
-def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement | None) -> Schedule:
+def _estimated(schedule: Schedule, chain: FirstKnown, agreement: GraphAgreement | None) -> Schedule:
     """Return `schedule` with estimates, which are the medians of all ranks' estimates."""
     schedule = estimate_schedule(schedule, chain)
+    chain.store()
     if agreement is not None:
         known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
         agreed = agreement.agree_on_medians({name: estimate.ns for name, estimate in known.items()})

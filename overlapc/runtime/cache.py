@@ -31,6 +31,7 @@ from overlapc.runtime.counters import count
 
 # Compiling takes seconds; a lock held for this long means a stuck process, which is reported to the user.
 LOCK_TIMEOUT_S = 600.0
+LOCK_POLL_S = 0.005  # ranks of a host write entries at the same time, in milliseconds each
 
 _FORMAT = "2"  # version of the checksums
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -98,17 +99,19 @@ class KernelCache:
         """Return the entry's file, written with `content` unless an intact one exists."""
         return self.get_or_build(key, suffix, _bytes(content))
 
-    def update(self, key: str, suffix: str, change: Callable[[bytes | None], str | bytes]) -> None:
+    def update(self, key: str, suffix: str, change: Callable[[bytes | None], str | bytes | None]) -> None:
         """Replace the entry's content by `change(content)`, under its lock; `content` is None if no entry is intact.
 
-        Raises ConfigError if the folder cannot be used.
+        If `change` returns None, the entry stays as it is. Raises ConfigError if the folder cannot be used.
         """
         path = self.path(key, suffix)
         problem = self._refusal(path)
         if problem is None:
             try:
                 with self._lock(path):
-                    self._store(path, _bytes(change(self.read(key, suffix))))
+                    content = change(self.read(key, suffix))
+                    if content is not None:
+                        self._store(path, _bytes(content))
             except OSError as error:
                 problem = self._unwritable(error)
         if problem is not None:
@@ -158,7 +161,7 @@ class KernelCache:
             _remove(name)
         lock = FileLock(name, timeout=LOCK_TIMEOUT_S)
         try:
-            lock.acquire()
+            lock.acquire(poll_interval=LOCK_POLL_S)
         except Timeout:
             raise ToolchainError(
                 f"another process has been building {path.name} for {LOCK_TIMEOUT_S:.0f} s; "

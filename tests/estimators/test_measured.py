@@ -86,11 +86,26 @@ def test_processes_add_to_one_file_and_a_damaged_file_counts_as_empty(cache):
     one, other = Times(cache, CPU), Times(cache, CPU)
     one.put("a", 1.0)
     other.put("b", 2.0)
+    assert not one.path.exists()  # the ranks of a host would wait for each other at each time
+    one.store()
+    other.store()
     assert other.get("a") == 1.0
     again = Times(cache, CPU)
     assert (again.get("a"), again.get("b"), again.get("c")) == (1.0, 2.0, None)
     again.path.write_text("{")
     assert Times(cache, CPU).get("a") is None
+
+
+def test_times_that_another_process_has_stored_are_not_written_again(cache):
+    one, other = Times(cache, CPU), Times(cache, CPU)
+    for each in (one, other):
+        each.put("a", 1.0)
+        each.put("b", 2.0)
+    one.store()
+    written = one.path.stat().st_mtime_ns
+    other.store()
+    one.store()
+    assert one.path.stat().st_mtime_ns == written
 
 
 def test_a_call_that_runs_out_of_memory_is_left_to_the_next_estimator(cache):
