@@ -91,7 +91,14 @@ class MethodCall:
     @property
     def results(self) -> dict[fx.Node, Any]:
         """Dynamo's variables for the result's tensors, by node."""
-        return {each.as_proxy().node: each for each in _tensors(self.result)}
+        return {_node(each): each for each in _tensors(self.result)}
+
+    @property
+    def form(self) -> Any:
+        """What has to be the same for each block: what the nodes compute, and which of them the result holds, in which
+        nested tuples."""
+        held = [self.nodes.index(_node(each)) if _node(each) in self.nodes else None for each in _tensors(self.result)]
+        return list(map(_form, self.nodes)), held, _nested(self.result)
 
     @property
     def given(self) -> list[Any]:
@@ -107,13 +114,12 @@ class MethodCall:
         args = [_rebuilt(each, renamed) for each in self.args]
         kwargs = {name: _rebuilt(each, renamed) for name, each in self.kwargs.items()}
         result = owner.var_getattr(tx, self.name).call_function(tx, args, kwargs)
-        nodes = nodes_after(tx.output.graph, last)
-        alike = [_form(each) for each in nodes] == [_form(each) for each in self.nodes]
-        if not alike or _nested(result) != _nested(self.result):
+        again = replace(self, nodes=tuple(nodes_after(tx.output.graph, last)), result=result)
+        if again.form != self.form:
             _trace_again(f"{self.name} does not do the same for equal blocks")
         for ours, theirs in zip(_tensors(self.result), _tensors(result), strict=True):
             theirs._is_name_set = ours._is_name_set  # whether later variables that hold it name it
-        return replace(self, nodes=tuple(nodes), result=result)
+        return again
 
 
 class Calls:
@@ -169,14 +175,14 @@ class Calls:
         finally:
             self.within = False
             self._watch_attributes()
-        nodes = nodes_after(tx.output.graph, before[-1] if before else None)
+        nodes = tuple(nodes_after(tx.output.graph, before[-1] if before else None))
         owner = next(at for at, each in enumerate(self._objects) if each is method.obj)
         if any(each is _UNKNOWN for each in (*given, *named.values())):
             self.note(f"it gives {method.name} something else than tensors and constants")
-        elif any(type(each) is not TensorVariable for each in _tensors(result)):
-            self.note(f"{method.name} returns something else than tensors")
+        elif any(type(each) is not TensorVariable or _node(each) not in nodes for each in _tensors(result)):
+            self.note(f"{method.name} returns something else than tensors that it computes")
         else:
-            self.made.append((len(before), MethodCall(owner, method.name, tuple(given), named, tuple(nodes), result)))
+            self.made.append((len(before), MethodCall(owner, method.name, tuple(given), named, nodes, result)))
         return result
 
 
@@ -268,6 +274,10 @@ def _leaves(recorded: Any) -> Iterator[Any]:
         yield recorded
     for each in nested or ():
         yield from _leaves(each)
+
+
+def _node(tensor: Any) -> Any:
+    return tensor.as_proxy().node if type(tensor) is TensorVariable else None
 
 
 def _form(node: fx.Node) -> Any:

@@ -125,7 +125,7 @@ class Growing(Store):
     def update(self, x: Tensor, at: int, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
         self.kept[at] = torch.cat([x, *self.kept.values()])
         self.last = at
-        return self.kept[at].sum(0), x
+        return self.kept[at].sum(0), x.relu()
 
 
 class Counting(Store):
@@ -133,7 +133,28 @@ class Counting(Store):
 
     def update(self, x: Tensor, at: int, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
         self.kept[at] = x.double() if at == 1 else x
-        return x, x + 1
+        return x * 2, x + 1
+
+
+class Repeating(Store):
+    """Returns one tensor twice for the first block."""
+
+    def update(self, x: Tensor, at: int, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        self.kept[at], self.last = x * 2, at
+        more = x * 3
+        return (more, more) if at == 0 else (self.kept[at], more)
+
+
+class Returning(Store):
+    """Returns what it is given."""
+
+    def update(self, x: Tensor, at: int, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        self.kept[at], self.last = x, at
+        return x, x.relu()
+
+
+def test_a_method_that_returns_what_it_is_given_makes_dynamo_trace_each():
+    once(sharded(Given(make=Returning)), 0)
 
 
 class Telling(Store):
@@ -153,7 +174,7 @@ def test_a_method_that_changes_something_else_is_noticed():
     once(sharded(Given(Told, Telling)), 0)
 
 
-@pytest.mark.parametrize("make", [Growing, Counting])
+@pytest.mark.parametrize("make", [Growing, Counting, Repeating])
 def test_a_method_that_does_something_else_for_another_block_makes_dynamo_trace_each(make: Callable[[], Any]):
     once(sharded(Given(make=make)), 0)
 
