@@ -180,22 +180,32 @@ def _in_order(schedule: Schedule, agreed: Agreed, ctx: Context) -> Schedule | No
 
 def _one_at_a_time(schedule: Schedule, launches: Sequence[Launch]) -> Iterator[tuple[int, int]]:
     """Yield pairs of positions of which the first must run before the second, so that slots of only one launch are in
-    use: results are taken out of them before what the next launch sends is written. Without such copies there are no
-    pairs."""
+    use: its waits and the copies of results out of slots come before what the next launch sends is written. In a graph
+    without such copies there are no pairs."""
+    taken_out = [at for at, node in enumerate(schedule.nodes) if _takes_out(node)]
+    if not taken_out:
+        return
     launch_of = {schedule.position(member): at for at, (_, members) in enumerate(launches) for member in members}
     start_of = {name: start for wait, start in schedule.started.items() for name in schedule.nodes[wait].writes}
-    copies: dict[int, list[int]] = {}  # launch -> copies of its results
+    last: dict[int, list[int]] = {}  # launch -> what runs before its slots are free
+    for wait, start in schedule.started.items():
+        if start in launch_of:
+            last.setdefault(launch_of[start], []).append(wait)
+    for at in taken_out:
+        for launch in {launch_of[start_of[name]] for name in schedule.nodes[at].reads if start_of[name] in launch_of}:
+            last.setdefault(launch, []).append(at)
     senders: dict[int, list[int]] = {}  # launch -> nodes that write what it sends, and what only later launches send
     for at, node in enumerate(schedule.nodes):
-        if isinstance(node.payload, Extern) and node.payload.target is TAKEN_OUT:
-            for launch in {launch_of[start_of[name]] for name in node.reads if start_of[name] in launch_of}:
-                copies.setdefault(launch, []).append(at)
         readers = {schedule.position(reader.name) for name in node.writes for reader in schedule.readers(name)}
         if readers and readers <= launch_of.keys():
             senders.setdefault(min(launch_of[reader] for reader in readers), []).append(at)
     for launch, (_, members) in enumerate(launches[1:], 1):
         later = [*map(schedule.position, members), *senders.get(launch, ())]
-        yield from itertools.product(copies.get(launch - 1, ()), later)
+        yield from itertools.product(last.get(launch - 1, ()), later)
+
+
+def _takes_out(node: Node) -> bool:
+    return isinstance(node.payload, Extern) and node.payload.target is TAKEN_OUT
 
 
 def _bucket(name: str, members: Sequence[Node], ctx: Context) -> Node | None:

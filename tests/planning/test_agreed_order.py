@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from overlapc.fx.comm.taken_out import TAKEN_OUT
+from overlapc.ir.ops import Extern
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed, Followed
@@ -111,6 +113,22 @@ def test_buckets_are_those_of_the_earlier_graph():
     for result, agreed in following(parse(STEP.format(20)), followed):
         assert [name for name in order_of(result.schedule) if name.startswith(("a", "b"))] == ["a+1"]
         assert may_run_beside(agreed, followed)
+
+
+def test_slots_of_a_launch_are_free_before_the_next_one_if_results_are_taken_out():
+    """Also those of members whose results are in no slots: the part that each rank sends is in one until the wait."""
+    text = """
+        a = all_gather(%p) @dp(2) ranks=0,2 : 64B 5us; v = wait(a); t = extern:taken_out(v) : 64B 1us
+        e = all_gather(%r) @dp(2) ranks=0,2 : 64B 5us; x = wait(e); y = kernel(t, x) : 64B 9us
+        b = all_gather(%q) @dp(2) ranks=0,2 : 64B 5us; w = wait(b); u = kernel(y, w) : 64B 9us; return u
+    """
+    schedule = parse(text)
+    copied = Extern("t", TAKEN_OUT, (), {}, None)
+    nodes = tuple(replace(node, payload=copied) if node.name == "t" else node for node in schedule.nodes)
+    schedule = Schedule(schedule.name, nodes, schedule.buffers, schedule.outputs, schedule.budget_bytes)
+    bucketed = replace(planned(schedule, "a b v t w e x y u"), launches=(("a+1", ("a", "b")), ("e", ("e",))))
+    orders = [order_of(result.schedule) for result, _ in following(schedule, Followed(bucketed))]
+    assert any(max(order.index(each) for each in "vtw") < order.index("e") for order in orders)
 
 
 def test_an_order_that_data_does_not_allow_is_not_followed():
