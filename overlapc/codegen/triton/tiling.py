@@ -438,7 +438,7 @@ def _branches(body: Body) -> bool:
 
 def _columns(given: _Reduction) -> Tiling:
     """Return a tiling for accesses that are contiguous along x: a warp's width of columns, and rows to fill a tile."""
-    width = 64 if max((load.memory_dtype.itemsize for load in _tile_loads(given.body)), default=4) <= 2 else 32
+    width = 64 if _widest(given.body) <= 2 else 32
     xblock = min(width, power_of_two(given.rows))
     rblock = _clamp(1, power_of_two(given.length), 4096 // xblock)
     tile = xblock * rblock
@@ -581,6 +581,11 @@ def _tile_loads(body: Body) -> list[Load]:
     return [load for load in body.loads() if all(axis & load.index.free_symbols for axis in axes)]
 
 
+def _widest(body: Body) -> int:
+    """Return the bytes of the widest element of a whole tile."""
+    return max((load.memory_dtype.itemsize for load in _tile_loads(body)), default=4)
+
+
 def _levels(body: Body) -> list[list[Accumulation]]:
     """Return the accumulations of a loop over r, by pass."""
     return accumulations(body, True, torch.int32)
@@ -598,7 +603,7 @@ def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
 def _totals(body: Body, x: tuple[Loop, ...], rows: int, length: int, best: sympy.Symbol | None) -> Tiling:
     """Return a tiling with whole rows and as many programs as run concurrently, as each stores a row of totals."""
     rblock = power_of_two(length)
-    bytes_each = max((load.memory_dtype.itemsize for load in _tile_loads(body)), default=4)
+    bytes_each = _widest(body)
     short, ahead = rblock <= _SHORT_TOTALED_ROW, False
     if short:
         # A thread keeps the totals of its elements in registers. One total leaves room for more threads (RMSNorm of
