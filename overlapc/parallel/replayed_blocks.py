@@ -232,13 +232,12 @@ class _Recording:
 
     def __init__(self, tx: Any, inputs: _Inputs) -> None:
         self._tx, self._inputs = tx, inputs
-        self._before = set(tx.output.graph.nodes)
         self._modes, self._annotation = GlobalStateGuard(), _annotation()
         self._effects = self._seen_effects()
         self._read: list[Source] = []
         self._keys_before = len(_keys_read(tx))
         self._changed: list[Any] = []  # objects from outside of the block
-        self._traced = len(nodes_after(tx.output.graph, None))
+        self._before = nodes_after(tx.output.graph, None)
         self._calls = Calls(tx, inputs.objects, self._aside)
         self._changes: dict[Any, int] = {}  # number of changes of each object before the block, and by recorded calls
         self._of_calls: set[Guard] = set()  # guards that Dynamo installed first while it traced recorded calls
@@ -299,8 +298,10 @@ class _Recording:
             raise Unfit("it changes modes")
         if self._calls.unfit:
             raise Unfit(self._calls.unfit)
-        nodes = [node for node in output.graph.nodes if node not in self._before and node.op != "placeholder"]
-        steps = _steps(nodes, [(before - self._traced, call) for before, call in self._calls.made])
+        nodes = nodes_after(output.graph, None)
+        if nodes[: len(self._before)] != self._before:
+            raise Unfit("it removes nodes from before it")
+        steps = _steps(nodes, len(self._before), self._calls.made)
         calls = [step for step in steps if isinstance(step, MethodCall)]
         nodes = [step for step in steps if isinstance(step, fx.Node)]
         inside = {*nodes, *(node for call in calls for node in call.results)}
@@ -452,17 +453,26 @@ class _Block:
             if isinstance(step, fx.Node):
                 self._copy(tx, step, copies, params)
             else:
-                self._trace(tx, step, inputs, _Parts(tx, inputs, copies, named, cache))
+                self._trace(tx, step, inputs, copies, named)
         return _wrapped(tx, self.result, copies)
 
-    def _trace(self, tx: Any, call: MethodCall, inputs: _Inputs, parts: _Parts) -> None:
-        new = call.traced(tx, inputs.objects[call.owner], parts)
+    def _trace(
+        self, tx: Any, call: MethodCall, inputs: _Inputs, copies: dict[fx.Node, fx.Node], named: _Renamed
+    ) -> None:
+        def there(given: Given | Number) -> Any:
+            if isinstance(given, Number):
+                source = named(given.source)
+                return LazyConstantVariable.create(_value(tx, source, {}), source)  # not read yet
+            known = inputs.variables.get(copies[given.node])
+            return _wrapped(tx, given.node, copies) if known is None else known
+
+        new = call.traced(tx, inputs.objects[call.owner], there)
         for node, copy in zip(call.nodes, new.nodes, strict=True):
             copy.meta.update({key: node.meta[key] for key in ("stack_trace", "custom") if key in node.meta})
             self._set_modules(tx, node, copy)
             if _numberless(copy.name) != _numberless(node.name):
                 copy._rename(_numberless(node.name))  # the block gave it to a variable
-        parts.copies.update(zip(call.results, new.results, strict=True))
+        copies.update(zip(call.results, new.results, strict=True))
         inputs.variables.update(new.results)
 
     def _copy(self, tx: Any, node: fx.Node, copies: dict[fx.Node, fx.Node], params: dict[str, str]) -> None:
@@ -518,38 +528,18 @@ class _Block:
         copy.meta["nn_module_stack"] = {**tx.nn_module_stack, **renamed}
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What the traced block's tensors and numbers are in the block that is replayed."""
+def _steps(nodes: Sequence[fx.Node], begin: int, calls: Iterable[tuple[int, MethodCall]]) -> list[fx.Node | MethodCall]:
+    """Return `nodes` from `begin` on, each call in place of the nodes that were traced for it.
 
-    tx: Any
-    inputs: _Inputs
-    copies: dict[fx.Node, fx.Node]
-    named: _Renamed
-    cache: dict[Source, Any]
-
-    def tensor(self, node: fx.Node) -> Any:
-        """Return Dynamo's variable for the copy of `node`."""
-        given = self.inputs.variables.get(self.copies[node])
-        return _wrapped(self.tx, node, self.copies) if given is None else given
-
-    def number(self, source: Source) -> Any:
-        """Return Dynamo's variable for the number that the called block has at `source`, not read yet."""
-        there = self.named(source)
-        return LazyConstantVariable.create(_value(self.tx, there, self.cache), there)
-
-
-def _steps(nodes: Sequence[fx.Node], calls: Iterable[tuple[int, MethodCall]]) -> list[fx.Node | MethodCall]:
-    """Return the block's nodes in order, each call in place of the nodes that were traced for it.
-
-    calls: in order, with the number of nodes before each.
+    calls: in order, with the number of nodes before each. Unfit if nodes were removed since.
     """
     steps: list[fx.Node | MethodCall] = []
-    at = 0
     for before, call in calls:
-        steps += [*nodes[at:before], call]
-        at = before + len(call.nodes)
-    return [*steps, *nodes[at:]]
+        steps += [*nodes[begin:before], call]
+        begin = before + len(call.nodes)
+        if tuple(nodes[before:begin]) != call.nodes:
+            raise Unfit(f"it removes nodes, and calls {call.name} of an object")
+    return [*steps, *nodes[begin:]]
 
 
 def _created_like(node: fx.Node, create: Callable[..., fx.Node], argument: Callable[[Any], Any]) -> fx.Node:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from torch import fx
@@ -48,18 +48,6 @@ def _trace_again(reason: str) -> NoReturn:
     assert context is not None, "blocks are only replayed while Dynamo compiles"
     _differing.add(context)
     raise exc.UnspecializeRestartAnalysis(restart_reason=reason)  # the one that forgets where Dynamo speculated
-
-
-class Renaming(Protocol):
-    """What a traced block's parts are in another block."""
-
-    def tensor(self, node: fx.Node) -> Any:
-        """Return Dynamo's variable for the tensor that `node` computes in the traced block."""
-        ...
-
-    def number(self, source: Source) -> Any:
-        """Return Dynamo's variable for a number of the traced block."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,14 +93,14 @@ class MethodCall:
         """What is nested in the arguments: each a `Given`, a `Number` or a constant."""
         return list(_leaves((self.args, self.kwargs)))
 
-    def traced(self, tx: Any, owner: Any, renamed: Renaming) -> MethodCall:
-        """Trace this call for another block.
+    def traced(self, tx: Any, owner: Any, there: Callable[[Given | Number], Any]) -> MethodCall:
+        """Trace this call for another block. there: returns Dynamo's variable for what that block gives.
 
         If that does not give the same nodes and a result of the same form, Dynamo traces the frame again.
         """
         last = next(iter(reversed(tx.output.graph.nodes)), None)
-        args = [_rebuilt(each, renamed) for each in self.args]
-        kwargs = {name: _rebuilt(each, renamed) for name, each in self.kwargs.items()}
+        args = [_rebuilt(each, there) for each in self.args]
+        kwargs = {name: _rebuilt(each, there) for name, each in self.kwargs.items()}
         result = owner.var_getattr(tx, self.name).call_function(tx, args, kwargs)
         again = replace(self, nodes=tuple(nodes_after(tx.output.graph, last)), result=result)
         if again.form != self.form:
@@ -306,16 +294,14 @@ def _recorded(given: Any) -> Any:
     return _UNKNOWN
 
 
-def _rebuilt(recorded: Any, renamed: Renaming) -> Any:
+def _rebuilt(recorded: Any, there: Callable[[Given | Number], Any]) -> Any:
     """Return Dynamo's variable for an argument of another block's call."""
-    if isinstance(recorded, Number):
-        return renamed.number(recorded.source)
-    if isinstance(recorded, Given):
-        return renamed.tensor(recorded.node)
+    if isinstance(recorded, Given | Number):
+        return there(recorded)
     if isinstance(recorded, tuple):
-        return TupleVariable([_rebuilt(each, renamed) for each in recorded])
+        return TupleVariable([_rebuilt(each, there) for each in recorded])
     if isinstance(recorded, dict):
-        items: Any = {ConstantVariable.create(key): _rebuilt(value, renamed) for key, value in recorded.items()}
+        items: Any = {ConstantVariable.create(key): _rebuilt(value, there) for key, value in recorded.items()}
         return ConstDictVariable(items, dict, mutation_type=ValueMutationNew())
     return ConstantVariable.create(recorded)
 
